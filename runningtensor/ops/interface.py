@@ -1,0 +1,271 @@
+"""`running_tensor`: the one function of this library. Checks its arguments, brings any order to order 3, picks a backend."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runningtensor.ops import chunk, reference
+
+BACKENDS = ("auto", "torch", "recurrent")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def running_tensor(
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Tensor,
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with a tensor state: writes v_t ⊗ k_t ⊗ r_t … into it and reads it with as many queries.
+
+    Args:
+        queries, keys: order-1 tensors each, `[B,T,H,K_i]`. One of each is linear attention, two the paper's model.
+        values: `[B,T,H,V]`.
+        beta: `[B,T,H]`, the delta rule's step size; None adds without correcting.
+        log_decay: `[B,T,H]`, log α_t of each step, finite; None does not decay.
+        initial_state: `[N,H,K_1,…,V]`, float32 (float64 with float64 inputs); None is zero. N is B, or the number of
+            packed sequences.
+        output_final_state: return the state after the last token too, shaped like `initial_state`.
+        cu_seqlens: `[N+1]` int32 or int64, where packed sequences begin and end, from 0 to T; then B is 1.
+        chunk_size: tokens treated in parallel. Changes speed and rounding, not the result.
+        backend: "auto", "torch" (chunk-parallel) or "recurrent" (step by step; slow, for checking).
+
+    Returns:
+        outputs `[B,T,H,V]` in the dtype of `values`, and the final state or None.
+
+    Nothing is scaled by 1/√d. Gradients flow to every tensor, the initial state included, and from both results.
+    """
+    queries, keys = check_inputs(queries, keys, values, beta, log_decay, "BTH")
+    B, _, H, V = values.shape
+    require(isinstance(chunk_size, int) and chunk_size >= 1, "chunk_size", chunk_size, "an int of at least 1")
+    require(backend in BACKENDS, "backend", repr(backend), f"one of {', '.join(map(repr, BACKENDS))}")
+    N = B
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens, ["N+1"], (torch.int32, torch.int64), values.device)
+        require(len(cu_seqlens) > 0, "cu_seqlens", "an empty tensor", "[0, …, T]")
+        require(B == 1, "values", f"of batch {B}", "of batch 1 with cu_seqlens: pack the sequences along T")
+        N = cu_seqlens.shape[0] - 1
+    state_shape = [N, H, *(key.shape[-1] for key in keys), V]
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, state_shape, (state_dtype(values),), values.device)
+
+    if backend == "recurrent":
+        out, state = _recurrent(queries, keys, values, beta, log_decay, initial_state, cu_seqlens)
+        return out, state if output_final_state else None
+
+    q, u = _two_modes(queries)
+    k, r = _two_modes(keys)
+    if initial_state is not None:
+        initial_state = initial_state.reshape(N, H, k.shape[-1], r.shape[-1], V)
+    out, state, _ = _forward(
+        q, k, u, r, values, beta, log_decay, initial_state, cu_seqlens, chunk_size, output_final_state
+    )
+    return out, state.reshape(state_shape) if output_final_state else None
+
+
+# -- Arguments ---------------------------------------------------------------------------------------------------------
+
+
+def require(right: bool, name: str, was: object, should: str) -> None:
+    if not right:
+        raise ValueError(f"{name} must be {should}, but was {was}")
+
+
+def check_tensor(
+    name: str, x: Tensor, shape: Sequence[int | str], dtypes: tuple[torch.dtype, ...], device: torch.device | None
+) -> None:
+    """A letter in `shape` stands for any length."""
+    require(isinstance(x, Tensor), name, type(x).__name__, "a tensor")
+    fits = x.ndim == len(shape) and all(
+        isinstance(want, str) or got == want for got, want in zip(x.shape, shape, strict=True)
+    )
+    require(fits, name, f"of shape {list(x.shape)}", f"of shape [{', '.join(map(str, shape))}]")
+    require(x.dtype in dtypes, name, f"of {x.dtype}", f"of {' or '.join(map(str, dict.fromkeys(dtypes)))}")
+    require(device is None or x.device == device, name, f"on {x.device}", f"on {device}, as values are")
+
+
+def check_inputs(
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    letters: str,  # of the dimensions before the last: "BTH" or "BH"
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    check_tensor("values", values, [*letters, "V"], DTYPES, None)
+    for name, modes in (("queries", queries), ("keys", keys)):
+        should = "a tuple of order-1 tensors; for order 2 write (x,)"
+        require(isinstance(modes, (tuple, list)), name, f"a {type(modes).__name__}", should)
+        require(len(modes) > 0, name, "empty", should)
+    require(len(queries) == len(keys), "queries", f"{len(queries)} tensors", f"as many as keys, {len(keys)}")
+    lead = list(values.shape[:-1])
+    for i, (query, key) in enumerate(zip(queries, keys, strict=True)):
+        check_tensor(f"keys[{i}]", key, [*lead, "K"], (values.dtype,), values.device)
+        check_tensor(f"queries[{i}]", query, [*lead, key.shape[-1]], (values.dtype,), values.device)
+    for name, gate in (("beta", beta), ("log_decay", log_decay)):
+        if gate is not None:
+            check_tensor(name, gate, lead, (values.dtype, state_dtype(values)), values.device)
+    return tuple(queries), tuple(keys)
+
+
+def state_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def check_packing(cu_seqlens: Tensor, T: int) -> list[int]:
+    """Reads the numbers, so it runs inside the op and not where torch.compile traces."""
+    bounds = cu_seqlens.tolist()
+    should = f"0 = c_0 <= c_1 <= … <= c_N = T = {T}"
+    require(bounds[0] == 0, "cu_seqlens", f"{bounds[0]} at the start", should)
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        require(start <= end, "cu_seqlens", f"decreasing from {start} to {end} at {n + 1}", should)
+    require(bounds[-1] == T, "cu_seqlens", f"{bounds[-1]} at the end", should)
+    return bounds
+
+
+# -- Backends ----------------------------------------------------------------------------------------------------------
+
+
+def _two_modes(modes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Order 2 gains a mode of width 1; from order 4 on all modes but the last become one: k' = k_1 ⊗ k_2 ⊗ …"""
+    first, *rest = modes
+    if not rest:
+        return first, first.new_ones(*first.shape[:-1], 1)
+    for mode in rest[:-1]:
+        first = chunk.kron(first.to(state_dtype(first)), mode)  # a product of two bfloat16 is not one
+    return first, rest[-1]
+
+
+def _recurrent(
+    queries: tuple[Tensor, ...],
+    keys: tuple[Tensor, ...],
+    values: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The reference, in the dtype of the state, one packed sequence after another."""
+
+    def run(rows: slice, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        def part(x: Tensor) -> Tensor:
+            return x[:, rows].to(state_dtype(values))
+
+        return reference.recurrent(
+            [part(q) for q in queries],
+            [part(k) for k in keys],
+            part(values),
+            beta=None if beta is None else part(beta),
+            log_decay=None if log_decay is None else part(log_decay),
+            initial_state=first,
+        )
+
+    if cu_seqlens is None:
+        out, state = run(slice(None), initial_state)
+        return out.to(values.dtype), state
+    bounds = check_packing(cu_seqlens, values.shape[1])
+    firsts = [None] * len(bounds) if initial_state is None else initial_state.split(1)
+    runs = [run(slice(*ends), first) for ends, first in zip(pairwise(bounds), firsts, strict=False)]
+    outs, states = zip(*runs, strict=True) if runs else ([values], [values.new_empty(0)])
+    return torch.cat(outs, 1).to(values.dtype), torch.cat(states)
+
+
+# -- The custom op: what torch.compile sees as one opaque, differentiable call ----------------------------------------
+
+
+@torch.library.custom_op("runningtensor::forward", mutates_args=())
+def _forward(
+    q: Tensor,  # [B,T,H,K]
+    k: Tensor,  # [B,T,H,K]
+    u: Tensor,  # [B,T,H,R]
+    r: Tensor,  # [B,T,H,R]
+    v: Tensor,  # [B,T,H,V]
+    beta: Tensor | None,  # [B,T,H]
+    log_decay: Tensor | None,  # [B,T,H]
+    initial_state: Tensor | None,  # [N,H,K,R,V]
+    cu_seqlens: Tensor | None,  # [N+1]
+    chunk_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state if `keep`, and the rows of (I + L)⁻¹ with beta; what is not wanted is empty."""
+    if cu_seqlens is not None:
+        check_packing(cu_seqlens, v.shape[1])
+    if v.shape[0] == 0 or v.shape[1] == 0:  # no token: nothing is written, and the state stays as it was
+        out, state, inverse = _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep)
+        if keep:
+            state = torch.zeros_like(state) if initial_state is None else initial_state.clone()
+        return out, state, inverse
+    inputs = (q, k, u, r, v, beta, log_decay)
+    none = v.new_empty(0, dtype=state_dtype(v))
+    out, *rest = chunk.forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
+    return out, *(none if x is None else x for x in rest)
+
+
+@_forward.register_fake
+def _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep):  # type: ignore[no-untyped-def]
+    N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (N, v.shape[2], k.shape[3], r.shape[3], v.shape[3]) if keep else (0,)
+    inverse = (0,) if beta is None else (*v.shape[:3], chunk_size)
+    return v.new_empty(v.shape), v.new_empty(state, dtype=state_dtype(v)), v.new_empty(inverse, dtype=state_dtype(v))
+
+
+@torch.library.custom_op("runningtensor::backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    r: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    inverse: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, u, r, v, beta, log_decay and initial_state; empty where that was None."""
+    inputs = (q, k, u, r, v, beta, log_decay)
+    if v.shape[0] == 0 or v.shape[1] == 0:
+        grads = [None if x is None else torch.zeros_like(x) for x in (*inputs, initial_state)]
+        if dfinal is not None and initial_state is not None:
+            grads[-1] = dfinal.clone()
+    else:
+        grads = chunk.backward(
+            dout, dfinal, inputs, initial_state, cu_seqlens, None if beta is None else inverse, chunk_size
+        )
+    return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
+
+
+@_backward.register_fake
+def _(dout, dfinal, q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, inverse, chunk_size):  # type: ignore[no-untyped-def]
+    inputs = (q, k, u, r, v, beta, log_decay, initial_state)
+    return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size, ctx.keep = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)  # a result that was not used should cost nothing
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, cu_seqlens, inverse = ctx.saved_tensors
+    v = inputs[4]
+    dout = torch.zeros_like(v) if dout is None else dout
+    grads = _backward(dout, dfinal if ctx.keep else None, *inputs, cu_seqlens, inverse, ctx.chunk_size)
+    return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
