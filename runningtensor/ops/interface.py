@@ -1,4 +1,4 @@
-"""`running_tensor`: the one function of this library. Checks its arguments, brings any order to order 3, picks a backend."""
+"""`running_tensor`, the one function of this library: checks its arguments, brings any order to 3, picks a backend."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,6 +11,11 @@ from runningtensor.ops import chunk, reference
 
 BACKENDS = ("auto", "torch", "recurrent")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def available_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """What "auto" chooses from on this device, best first, and the recurrence."""
+    return ["torch", "recurrent"]
 
 
 def running_tensor(
@@ -207,8 +212,8 @@ def _forward(
         return out, state, inverse
     inputs = (q, k, u, r, v, beta, log_decay)
     none = v.new_empty(0, dtype=state_dtype(v))
-    out, *rest = chunk.forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
-    return out, *(none if x is None else x for x in rest)
+    out, state, inverse = chunk.forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
+    return out, none if state is None else state, none if inverse is None else inverse
 
 
 @_forward.register_fake
@@ -238,13 +243,12 @@ def _backward(
     """The gradients of q, k, u, r, v, beta, log_decay and initial_state; empty where that was None."""
     inputs = (q, k, u, r, v, beta, log_decay)
     if v.shape[0] == 0 or v.shape[1] == 0:
-        grads = [None if x is None else torch.zeros_like(x) for x in (*inputs, initial_state)]
-        if dfinal is not None and initial_state is not None:
-            grads[-1] = dfinal.clone()
+        grads = tuple(None if x is None else torch.zeros_like(x) for x in (*inputs, initial_state))
+        if grads[-1] is not None and dfinal is not None:
+            grads[-1].copy_(dfinal)
     else:
-        grads = chunk.backward(
-            dout, dfinal, inputs, initial_state, cu_seqlens, None if beta is None else inverse, chunk_size
-        )
+        rows = None if beta is None else inverse
+        grads = chunk.backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
     return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 

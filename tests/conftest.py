@@ -1,0 +1,16 @@
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples on every machine and in every run: a failure here is a failure there.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=25)
+settings.load_profile("suite")
+
+torch.set_num_threads(1)  # the tensors here are small: a second thread waits more than it works
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
