@@ -109,22 +109,23 @@ def gradients(f: Callable[[Inputs], tuple[Tensor, ...]], x: Inputs) -> dict[str,
     return dict(zip(names, torch.autograd.grad(results, list(names.values()), upstream(results)), strict=True))
 
 
-def rel(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖; ‖a‖ where b is zero; infinite where anything is NaN or infinite, so that no bound admits it."""
+def rel(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """‖a - b‖ / ‖b‖, where ‖b‖ counts as `floor` at least; infinite for NaN, so that no bound admits it."""
     assert a.shape == b.shape, f"shapes {list(a.shape)} and {list(b.shape)}"
     a, b = a.detach().double(), b.detach().double()
-    size = b.norm().item()
-    error = (a - b).norm().item() / (size or 1.0)
+    size = max(b.norm().item(), floor)
+    error = (a - b).norm().item() / (size or 1.0)  # beside nothing, anything is an error
     return error if error < float("inf") else float("inf")
 
 
-def near(
-    got: Mapping[str, Tensor] | Iterable[Tensor], want: Mapping[str, Tensor] | Iterable[Tensor], bound: float
-) -> None:
-    """Asserts rel(got, want) <= bound for each pair, and names the one that is farther."""
+Results = Mapping[str, Tensor] | Iterable[Tensor]
+
+
+def near(got: Results, want: Results, bound: float, floor: float = 0.0) -> None:
+    """Asserts rel(got, want) <= bound for each pair, and names those that are farther."""
     got, want = ({**x} if isinstance(x, Mapping) else dict(enumerate(x)) for x in (got, want))
     assert got.keys() == want.keys()
-    errors = {name: rel(got[name], want[name]) for name in want}
+    errors = {name: rel(got[name], want[name], floor) for name in want}
     far = {name: error for name, error in errors.items() if not error <= bound}
     assert not far, f"farther than {bound}: {far}"
 

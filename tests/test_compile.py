@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import WIDTHS, Inputs, bounds, gradients, make, near, op
+from helpers import WIDTHS, Inputs, bounds, gradients, make, near, op, rel
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
@@ -51,12 +51,9 @@ def test_the_ops_infer_the_results_of_low_precision_and_of_no_tokens(T):
     q, k, u, r, v, beta, log_decay, initial, _ = op_arguments(None, True, True, True, dtype=torch.bfloat16)
     tokens = [x[:, :T] for x in (q, k, u, r, v, beta, log_decay)]
     arguments = (*tokens, initial.transpose(2, 3).contiguous().transpose(2, 3), None)
-    opcheck(
-        torch.ops.runningtensor.forward.default, (*arguments, 4, True), test_utils=("test_schema", "test_faketensor")
-    )
+    opcheck(torch.ops.runningtensor.forward.default, (*arguments, 4, True))
     out, state, inverse = torch.ops.runningtensor.forward(*arguments, 4, True)
-    backward = torch.ops.runningtensor.backward.default
-    opcheck(backward, (out, state, *arguments, inverse, 4), test_utils=("test_schema", "test_faketensor"))
+    opcheck(torch.ops.runningtensor.backward.default, (out, state, *arguments, inverse, 4))
 
 
 def test_a_meta_tensor_has_the_shapes_of_the_result():
@@ -131,9 +128,5 @@ def test_a_step_compiles_and_updates_its_state():
             for f, state in zip((running_tensor_step, g), states, strict=True)
         ]
         near(outs[1:], outs[:1], 1e-14)
-    assert rel_to_start(states[0], x) > 0.1
+    assert rel(states[1], x.initial_state) > 0.1  # it was written
     near(states[1:], states[:1], 1e-14)
-
-
-def rel_to_start(state: torch.Tensor, x: Inputs) -> float:
-    return ((state - x.initial_state).norm() / x.initial_state.norm()).item()

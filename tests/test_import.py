@@ -9,15 +9,13 @@ before, start = set(sys.modules), time.perf_counter()
 import runningtensor
 print(time.perf_counter() - start)
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))
-print(*({"typer", "rich", "transformers", "matplotlib", "triton", "hypothesis"} & set(sys.modules)))
+print(*({"typer", "rich", "transformers", "matplotlib"} & set(sys.modules)))
 """
 
 
 def test_importing_takes_only_torch_and_under_a_second():
-    lines = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    seconds, new, unwanted = lines[:3]
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    seconds, new, unwanted, _ = done.stdout.split("\n")
     assert float(seconds) < 1.0
     assert new == "runningtensor"  # beyond what torch itself had imported
     assert unwanted == ""

@@ -1,5 +1,7 @@
 """What must not matter: where a sequence is cut, what it is packed with, what comes later, how it is chunked."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers import ORDERS, WIDTHS, bounds, concatenated, gradients, make, near, op, recurrent
@@ -45,11 +47,10 @@ def test_packed_sequences_equal_separate_ones(lengths, order, delta, decay, init
     cu_seqlens = bounds(lengths)
 
     def separate(x, form):
+        states = [None] * N if x.initial_state is None else x.initial_state.split(1)
         return concatenated(
-            form(
-                x.tokens(slice(a, b)).but(initial_state=None if x.initial_state is None else x.initial_state[n : n + 1])
-            )
-            for n, (a, b) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True))
+            form(x.tokens(slice(*ends)).but(initial_state=state))
+            for ends, state in zip(pairwise(cu_seqlens.tolist()), states, strict=True)
         )
 
     want = separate(x, recurrent)
@@ -69,16 +70,15 @@ def test_cu_seqlens_may_be_int32_and_strided(backend):
 
 
 def test_nothing_that_goes_wrong_in_one_sequence_reaches_another():
-    x, rows = make(B=1, T=60, sequences=3), slice(20, 45)
-    want = op(x, cu_seqlens=bounds((20, 25, 15)), chunk_size=16)
-    broken = x.values.clone()
-    broken[:, rows] = float("nan")
-    got = op(x.but(values=broken), cu_seqlens=bounds((20, 25, 15)), chunk_size=16)
-    for (a, b), keep in zip(
-        zip(got, want, strict=True), ((slice(None), [*range(20), *range(45, 60)]), [0, 2]), strict=True
-    ):
-        assert a[keep].equal(b[keep])
-    assert got[0][:, rows].isnan().all()  # else the test would show nothing
+    x, cu_seqlens = make(B=1, T=60, sequences=3), bounds((20, 25, 15))
+    want, want_states = op(x, cu_seqlens=cu_seqlens, chunk_size=16)
+    values = x.values.clone()
+    values[:, 20:45] = float("nan")
+    out, states = op(x.but(values=values), cu_seqlens=cu_seqlens, chunk_size=16)
+    assert out[:, 20:45].isnan().all() and states[1].isnan().any()  # else the test would show nothing
+    for others in (slice(0, 20), slice(45, 60)):
+        assert out[:, others].equal(want[:, others])
+    assert states[0].equal(want_states[0]) and states[2].equal(want_states[2])
 
 
 @given(

@@ -12,7 +12,6 @@ from runningtensor import running_tensor
 from runningtensor.ops import chunk
 
 RULES = pytest.mark.parametrize("delta", (False, True), ids=("additive", "delta"))
-DECAYS = pytest.mark.parametrize("decay", (False, True), ids=("lasting", "decaying"))
 GATES = pytest.mark.parametrize(
     ("delta", "decay"), ((False, False), (True, False), (False, True), (True, True)), ids=str
 )
@@ -101,7 +100,7 @@ def test_only_the_inputs_and_the_inverse_are_saved_for_the_backward_pass(delta, 
     x = make(B, T, H, delta=delta, decay=decay, sequences=2).leaves()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
-        out, _ = op(x, chunk_size=C, cu_seqlens=cu_seqlens)
+        op(x, chunk_size=C, cu_seqlens=cu_seqlens)
     given = {y.data_ptr() for y in x.named().values()} | ({cu_seqlens.data_ptr()} if packed else set())
     made = [list(y.shape) for y in saved if y.data_ptr() not in given and y.numel()]
     assert made == ([[B, T, H, C]] if delta else [])

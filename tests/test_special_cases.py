@@ -1,5 +1,7 @@
 """What the rule becomes when a part of it is trivial. Every formula is written out here, for one head."""
 
+from itertools import product
+
 import pytest
 import torch
 from helpers import WIDTHS, Inputs, make, near, op, recurrent, rel, upstream
@@ -119,12 +121,11 @@ def folded(form, x: Inputs, logits):
     return out * g.exp()[..., None], *(s * g[:, -1].exp()[..., None, None, None] for s in state)
 
 
-@pytest.mark.parametrize("initial", (False, True), ids=("fresh", "continued"))
-@RULES
-@pytest.mark.parametrize("form", FORMS)
+OPTIONS = list(product(("recurrent", "chunk", "one chunk"), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(("form", "delta", "initial"), [*OPTIONS, ("parallel", False, False)])
 def test_the_telescoping_gate_folds_into_values_and_outputs(form, delta, initial):
-    if form == "parallel" and (delta or initial):
-        pytest.skip("the parallel form is additive and starts from no state")
     x = make(T=70, delta=delta, decay=False, initial=initial)
     logits = 3 * torch.randn(2, 70, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     results, grads = [], []

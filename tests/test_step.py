@@ -87,3 +87,11 @@ def test_parameters_that_require_grad_may_decode_without_gradients(context):
         out = step(x, 0, state)
         near((out[:, None], state), recurrent(x), 1e-12)
     assert not out.requires_grad
+
+
+def test_autocast_does_not_lower_the_precision_of_a_step():
+    x = make(T=1, dtype=torch.float32)
+    states = x.initial_state.clone(), x.initial_state.clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = step(x, 0, states[0])
+    near((out, states[0]), (step(x, 0, states[1]), states[1]), 0)

@@ -82,18 +82,17 @@ class Plan:
 class Decay:
     """The factors by which a decay enters a chunk."""
 
-    within: Tensor  # [·,C,C] exp(g_i - g_j) for j <= i
+    within: Tensor  # [·,C,C] exp(g_i - g_j) for j <= i; of no meaning elsewhere
     before: Tensor  # [·,C,1] exp(g_t): from the chunk's start to row t
     after: Tensor  # [·,C,1] exp(g_C - g_t): from row t to the chunk's end
     total: Tensor  # [·,1,1] exp(g_C)
 
     @staticmethod
     def make(log_decay: Tensor) -> "Decay":  # [·,C]
-        g = log_decay.cumsum(-1)
-        last = g[..., -1:]
-        # Mask before exp: above the diagonal the difference has the wrong sign and may overflow.
-        within = (g[..., :, None] - g[..., None, :]).tril_().exp_()
-        return Decay(within, g.exp()[..., None], (last - g).exp()[..., None], last.exp()[..., None])
+        # Sums over each span, not differences of g: beside one strong decay those would lose the weak ones.
+        spans = log_decay[..., :, None].expand(*log_decay.shape, log_decay.shape[-1]).tril(-1).cumsum(-2)
+        before = log_decay.cumsum(-1).exp_()[..., None]
+        return Decay(spans.exp_(), before, spans[..., -1, :, None], before[..., -1:, :])
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def from_here(x: Tensor) -> Tensor:
 def scan(
     x: Chunks, inverse: Tensor | None, steps: list[slice], state: Tensor, fresh: bool, keep: bool
 ) -> Iterator[tuple[slice, Tensor | None, Tensor, Tensor]]:
-    """Runs through the chunks, updating `state` in place; yields (chunks, S before them, E, X) at each step.
+    """Runs through the chunks, updating `state` in place; yields (chunks, S before them, κS, X) at each step.
 
     `fresh`: the state begins as zero, so that the first chunk need not read it (S is None). `keep`: the final state is
     wanted, so that the last chunk must write it. A single chunk that is fresh and not kept never forms κ.
@@ -206,11 +205,12 @@ def scan(
         S = None if fresh and i == 0 else state[:n]
         writes = keep or i < len(steps) - 1
         κ = kron(now.k, now.r) if writes or S is not None else now.k
-        E = X = now.v
+        recalled, X = torch.zeros_like(now.v), now.v
         if inverse is not None:
-            E = now.v if S is None else now.v - now.before(κ @ S)
-            X = inverse[at] @ (now.beta * E)
-        yield at, S, E, X
+            if S is not None:
+                recalled = now.before(κ @ S)
+            X = inverse[at] @ (now.beta * (now.v - recalled))
+        yield at, S, recalled, X
         if writes:
             state[:n] = now.advance(S, κ, X)
 
@@ -277,14 +277,15 @@ def backward(
     dO = plan.split(dO, x.v.dtype)
     inverse = None if inverse is None else plan.split(inverse, x.v.dtype)
 
-    E, X = (x.v, x.v) if inverse is None else (torch.empty_like(x.v), torch.empty_like(x.v))
+    recalled, X = (torch.empty_like(x.v), x.v if inverse is None else torch.empty_like(x.v))
     state = plan.split_state(initial_state, x)
     starts: dict[int, Tensor | None] = {}
-    for i, (at, S, E_at, X_at) in enumerate(scan(x, inverse, steps, state, fresh=initial_state is None, keep=False)):
+    for i, (at, S, recalled_at, X_at) in enumerate(
+        scan(x, inverse, steps, state, fresh=initial_state is None, keep=False)
+    ):
         if i % stretch == 0:
             starts[i] = None if S is None else S.clone()
-        if inverse is not None:
-            E[at], X[at] = E_at, X_at
+        recalled[at], X[at] = recalled_at, X_at
 
     P = x.query_gram()
     d = replace(x, decay=None).map(torch.zeros_like)  # the gradients
@@ -311,10 +312,9 @@ def backward(
 
         if now.decay is not None:  # log_decay of row s scales whatever passes from before s to s or later:
             if S is not None:  # from the state to rows,
-                dlog[at] += from_here((now.q * to.q).sum(-1) - (dE * (now.v - E[at])).sum(-1))
+                dlog[at] += from_here((now.q * to.q).sum(-1) - (dE * recalled[at]).sum(-1))
             if heard:  # from rows to the next state,
-                given = (X[at] * κdS).sum(-1)
-                dlog[at] += given.cumsum(-1) - given
+                dlog[at][:, 1:] += (X[at] * κdS).sum(-1).cumsum(-1)[:, :-1]
             if heard and S is not None:  # from the state to the next state; from rows to rows: below.
                 dlog[at] += (now.total(S) * dS_at).sum((-1, -2))[:, None]
 
@@ -329,7 +329,7 @@ def backward(
     if inverse is not None:
         A = x.key_gram()
         dL = (Y @ X.mT).tril_(-1).neg_()
-        d.beta[..., 0] = (Y * E).sum(-1) + (dL * A).sum(-1)
+        d.beta[..., 0] = (Y * (x.v - recalled)).sum(-1) + (dL * A).sum(-1)
         dG = dL.mul_(x.beta)
         crossing += dG * A
         add(ungram(x.within(dG), x.k, x.r, x.k, x.r), d.k, d.r, d.k, d.r)

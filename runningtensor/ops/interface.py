@@ -1,21 +1,19 @@
 """`running_tensor`, the one function of this library: checks its arguments, brings any order to 3, picks a backend."""
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from runningtensor.ops import chunk, reference
 
-BACKENDS = ("auto", "torch", "recurrent")
+BACKENDS = ("auto", "triton", "torch", "recurrent")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def available_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What "auto" chooses from on this device, best first, and the recurrence."""
-    return ["torch", "recurrent"]
 
 
 def running_tensor(
@@ -43,7 +41,8 @@ def running_tensor(
         output_final_state: return the state after the last token too, shaped like `initial_state`.
         cu_seqlens: `[N+1]` int32 or int64, where packed sequences begin and end, from 0 to T; then B is 1.
         chunk_size: tokens treated in parallel. Changes speed and rounding, not the result.
-        backend: "auto", "torch" (chunk-parallel) or "recurrent" (step by step; slow, for checking).
+        backend: "triton" (GPU kernels), "torch" (chunk-parallel), "recurrent" (step by step; slow, for checking), or
+            "auto": Triton on a CUDA device that it covers, else torch.
 
     Returns:
         outputs `[B,T,H,V]` in the dtype of `values`, and the final state or None.
@@ -68,12 +67,15 @@ def running_tensor(
         out, state = _recurrent(queries, keys, values, beta, log_decay, initial_state, cu_seqlens)
         return out, state if output_final_state else None
 
-    q, u = _two_modes(queries)
-    k, r = _two_modes(keys)
+    q, u = two_modes(queries)
+    k, r = two_modes(keys)
+    backend = choose(backend, k, r, values)
+    if backend == "triton":
+        chunk_size = next((size for size in (64, 32) if size <= chunk_size), 16)
     if initial_state is not None:
         initial_state = initial_state.reshape(N, H, k.shape[-1], r.shape[-1], V)
     out, state, _ = _forward(
-        q, k, u, r, values, beta, log_decay, initial_state, cu_seqlens, chunk_size, output_final_state
+        q, k, u, r, values, beta, log_decay, initial_state, cu_seqlens, chunk_size, output_final_state, backend
     )
     return out, state.reshape(state_shape) if output_final_state else None
 
@@ -81,22 +83,30 @@ def running_tensor(
 # -- Arguments ---------------------------------------------------------------------------------------------------------
 
 
+def wrong(name: str, was: object, should: str) -> ValueError:
+    return ValueError(f"{name} must be {should}, but was {was}")
+
+
 def require(right: bool, name: str, was: object, should: str) -> None:
     if not right:
-        raise ValueError(f"{name} must be {should}, but was {was}")
+        raise wrong(name, was, should)
 
 
 def check_tensor(
     name: str, x: Tensor, shape: Sequence[int | str], dtypes: tuple[torch.dtype, ...], device: torch.device | None
 ) -> None:
-    """A letter in `shape` stands for any length."""
-    require(isinstance(x, Tensor), name, type(x).__name__, "a tensor")
+    """A letter in `shape` stands for any length. Words are made only where needed: torch.compile cannot trace that."""
+    if not isinstance(x, Tensor):
+        raise wrong(name, type(x).__name__, "a tensor")
     fits = x.ndim == len(shape) and all(
         isinstance(want, str) or got == want for got, want in zip(x.shape, shape, strict=True)
     )
-    require(fits, name, f"of shape {list(x.shape)}", f"of shape [{', '.join(map(str, shape))}]")
-    require(x.dtype in dtypes, name, f"of {x.dtype}", f"of {' or '.join(map(str, dict.fromkeys(dtypes)))}")
-    require(device is None or x.device == device, name, f"on {x.device}", f"on {device}, as values are")
+    if not fits:
+        raise wrong(name, f"of shape {list(x.shape)}", f"of shape [{', '.join(map(str, shape))}]")
+    if x.dtype not in dtypes:
+        raise wrong(name, f"of {x.dtype}", f"of {' or '.join(map(str, dict.fromkeys(dtypes)))}")
+    if device is not None and x.device != device:
+        raise wrong(name, f"on {x.device}", f"on {device}, as values are")
 
 
 def check_inputs(
@@ -128,20 +138,63 @@ def state_dtype(values: Tensor) -> torch.dtype:
 
 
 def check_packing(cu_seqlens: Tensor, T: int) -> list[int]:
-    """Reads the numbers, so it runs inside the op and not where torch.compile traces."""
+    """Reads the numbers, so it runs inside the op and not where torch.compile traces; once for each tensor."""
+    seen = _packings.get(cu_seqlens)
+    if seen is not None and seen[:2] == (cu_seqlens._version, T):
+        return seen[2]
     bounds = cu_seqlens.tolist()
     should = f"0 = c_0 <= c_1 <= … <= c_N = T = {T}"
     require(bounds[0] == 0, "cu_seqlens", f"{bounds[0]} at the start", should)
     for n, (start, end) in enumerate(pairwise(bounds)):
         require(start <= end, "cu_seqlens", f"decreasing from {start} to {end} at {n + 1}", should)
     require(bounds[-1] == T, "cu_seqlens", f"{bounds[-1]} at the end", should)
+    _packings[cu_seqlens] = (cu_seqlens._version, T, bounds)
     return bounds
+
+
+# On a GPU, reading them waits for it: every layer of a model should not.
+_packings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 # -- Backends ----------------------------------------------------------------------------------------------------------
 
 
-def _two_modes(modes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
+    """What "auto" stands for here; an error where "triton" was asked for and cannot be had."""
+    if backend == "auto" and not values.is_cuda:
+        return "torch"
+    if backend in ("auto", "triton"):
+        why_not = triton_refuses(values.device, values.dtype, k.shape[-1], r.shape[-1], values.shape[-1])
+        if why_not is None:
+            return "triton"
+        if backend == "triton":
+            raise wrong("backend", f"'triton', but {why_not}", "'auto' or 'torch' here")
+        warn_once(why_not)
+    return "torch"
+
+
+@cache
+def triton_refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) -> str | None:
+    """Why the kernels cannot be used, or None where they can."""
+    try:
+        from runningtensor.ops.triton import launch
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return launch.refuses(device, dtype, K, R, V)
+
+
+@cache
+def warn_once(why_not: str) -> None:
+    warnings.warn(f"running_tensor falls back to its slower torch backend: {why_not}", stacklevel=4)
+
+
+def available_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The backends of this device, best first."""
+    kernels = device.type == "cuda" and triton_refuses(device, dtype, 1, 1, 1) is None
+    return ["triton"] * kernels + ["torch", "recurrent"]
+
+
+def two_modes(modes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Order 2 gains a mode of width 1; from order 4 on all modes but the last become one: k' = k_1 ⊗ k_2 ⊗ …"""
     first, *rest = modes
     if not rest:
@@ -175,14 +228,18 @@ def _recurrent(
             initial_state=first,
         )
 
-    if cu_seqlens is None:
-        out, state = run(slice(None), initial_state)
-        return out.to(values.dtype), state
-    bounds = check_packing(cu_seqlens, values.shape[1])
-    firsts = [None] * len(bounds) if initial_state is None else initial_state.split(1)
-    runs = [run(slice(*ends), first) for ends, first in zip(pairwise(bounds), firsts, strict=False)]
-    outs, states = zip(*runs, strict=True) if runs else ([values], [values.new_empty(0)])
-    return torch.cat(outs, 1).to(values.dtype), torch.cat(states)
+    with torch.autocast(values.device.type, enabled=False):
+        if cu_seqlens is None:
+            out, state = run(slice(None), initial_state)
+        else:
+            bounds = check_packing(cu_seqlens, values.shape[1])
+            firsts = [None] * len(bounds) if initial_state is None else initial_state.split(1)
+            # An empty run before all others gives the results their shape where there is no sequence.
+            runs = [run(slice(0, 0), None)]
+            runs += [run(slice(*ends), first) for ends, first in zip(pairwise(bounds), firsts, strict=False)]
+            out, state = torch.cat([out for out, _ in runs], 1), torch.cat([state for _, state in runs])[1:]
+    # The state is the caller's to overwrite, so it must be its own.
+    return out.to(values.dtype), state.clone(memory_format=torch.contiguous_format)
 
 
 # -- The custom op: what torch.compile sees as one opaque, differentiable call ----------------------------------------
@@ -201,27 +258,34 @@ def _forward(
     cu_seqlens: Tensor | None,  # [N+1]
     chunk_size: int,
     keep: bool,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state if `keep`, and the rows of (I + L)⁻¹ with beta; what is not wanted is empty."""
     if cu_seqlens is not None:
         check_packing(cu_seqlens, v.shape[1])
-    if v.shape[0] == 0 or v.shape[1] == 0:  # no token: nothing is written, and the state stays as it was
-        out, state, inverse = _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep)
-        if keep:
-            state = torch.zeros_like(state) if initial_state is None else initial_state.clone()
-        return out, state, inverse
+    like = _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep, backend)
+    if v.numel() == 0:  # no token: nothing is written, and the state stays as it was
+        if keep and initial_state is not None:
+            like[1].copy_(initial_state)
+        elif keep:
+            like[1].zero_()
+        return like
     inputs = (q, k, u, r, v, beta, log_decay)
-    none = v.new_empty(0, dtype=state_dtype(v))
-    out, state, inverse = chunk.forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
-    return out, none if state is None else state, none if inverse is None else inverse
+    with torch.autocast(v.device.type, enabled=False):
+        results = _module(backend).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
+    return tuple(empty if x is None else x for x, empty in zip(results, like, strict=True))
 
 
 @_forward.register_fake
-def _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep):  # type: ignore[no-untyped-def]
+def _like_forward(  # type: ignore[no-untyped-def]
+    q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep, backend="torch"
+):
     N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (N, v.shape[2], k.shape[3], r.shape[3], v.shape[3]) if keep else (0,)
     inverse = (0,) if beta is None else (*v.shape[:3], chunk_size)
-    return v.new_empty(v.shape), v.new_empty(state, dtype=state_dtype(v)), v.new_empty(inverse, dtype=state_dtype(v))
+    # The kernels keep the inverse in the dtype they multiply it in.
+    dtype = v.dtype if backend == "triton" else state_dtype(v)
+    return v.new_empty(v.shape), v.new_empty(state, dtype=state_dtype(v)), v.new_empty(inverse, dtype=dtype)
 
 
 @torch.library.custom_op("runningtensor::backward", mutates_args=())
@@ -239,27 +303,39 @@ def _backward(
     cu_seqlens: Tensor | None,
     inverse: Tensor,
     chunk_size: int,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, u, r, v, beta, log_decay and initial_state; empty where that was None."""
     inputs = (q, k, u, r, v, beta, log_decay)
-    if v.shape[0] == 0 or v.shape[1] == 0:
-        grads = tuple(None if x is None else torch.zeros_like(x) for x in (*inputs, initial_state))
+    if v.numel() == 0:
+        grads = tuple(None if x is None else x.new_zeros(x.shape) for x in (*inputs, initial_state))
         if grads[-1] is not None and dfinal is not None:
             grads[-1].copy_(dfinal)
     else:
         rows = None if beta is None else inverse
-        grads = chunk.backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
+        with torch.autocast(v.device.type, enabled=False):
+            grads = _module(backend).backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
     return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
 @_backward.register_fake
-def _(dout, dfinal, q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, inverse, chunk_size):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    dout, dfinal, q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, inverse, chunk_size, backend="torch"
+):
     inputs = (q, k, u, r, v, beta, log_decay, initial_state)
     return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
+def _module(backend: str) -> Any:
+    if backend == "torch":
+        return chunk
+    from runningtensor.ops.triton import launch
+
+    return launch
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.chunk_size, ctx.keep = inputs
+    *tensors, ctx.chunk_size, ctx.keep, ctx.backend = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)  # a result that was not used should cost nothing
 
@@ -268,8 +344,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Tens
     *inputs, cu_seqlens, inverse = ctx.saved_tensors
     v = inputs[4]
     dout = torch.zeros_like(v) if dout is None else dout
-    grads = _backward(dout, dfinal if ctx.keep else None, *inputs, cu_seqlens, inverse, ctx.chunk_size)
-    return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), None, None, None
+    dfinal = dfinal if ctx.keep else None
+    grads = _backward(dout, dfinal, *inputs, cu_seqlens, inverse, ctx.chunk_size, ctx.backend)
+    return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), *[None] * 4
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

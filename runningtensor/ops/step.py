@@ -1,13 +1,12 @@
 """One token of decoding: the recurrence of `reference.py`, in place, any order."""
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from runningtensor.ops.chunk import kron
-from runningtensor.ops.interface import check_inputs, check_tensor, require, state_dtype
+from runningtensor.ops.interface import check_inputs, check_tensor, choose, require, state_dtype, two_modes, wrong
 
 
 def running_tensor_step(
@@ -33,17 +32,45 @@ def running_tensor_step(
     B, H, V = values.shape
     widths = [key.shape[-1] for key in keys]
     check_tensor("state", state, [B, H, *widths, V], (state_dtype(values),), values.device)
-    require(state.is_contiguous(), "state", f"of strides {state.stride()}", "contiguous, to be updated in place")
+    if not state.is_contiguous():
+        raise wrong("state", f"of strides {state.stride()}", "contiguous, to be updated in place")
     tensors = (*queries, *keys, values, state, beta, log_decay)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     require(not tracked, "inputs", "tensors that require grad", "under torch.no_grad(): a step overwrites its state")
 
-    S = state.view(B, H, -1, V)  # the Kronecker view: a matrix rule with κ = k⊗r
-    κ, φ = (reduce(kron, [x.to(state.dtype) for x in modes])[:, :, None] for modes in (keys, queries))  # [B,H,1,K·R]
-    X = values.to(state.dtype)[:, :, None]  # [B,H,1,V]
-    if log_decay is not None:
-        S.mul_(log_decay.to(state.dtype).exp()[..., None, None])
-    if beta is not None:
-        X = beta.to(state.dtype)[..., None, None] * (X - κ @ S)
-    S.addcmul_(κ.mT, X)
-    return (φ @ S).squeeze(2).to(values.dtype)
+    q, u = two_modes(queries)
+    k, r = two_modes(keys)
+    if choose("auto", k, r, values) == "triton":
+        return _kernel_step(q, k, u, r, values, beta, log_decay, state)
+
+    with torch.autocast(values.device.type, enabled=False):
+        S = state.view(B, H, -1, V)  # the Kronecker view: a matrix rule with κ = k⊗r
+        κ, φ = (kron(a.to(S.dtype), b.to(S.dtype))[:, :, None] for a, b in ((k, r), (q, u)))  # [B,H,1,K·R]
+        X = values.to(S.dtype)[:, :, None]  # [B,H,1,V]
+        if log_decay is not None:
+            S.mul_(log_decay.to(S.dtype).exp()[..., None, None])
+        if beta is not None:
+            X = beta.to(S.dtype)[..., None, None] * (X - κ @ S)
+        S.addcmul_(κ.mT, X)
+        return (φ @ S).squeeze(2).to(values.dtype)
+
+
+@torch.library.custom_op("runningtensor::step", mutates_args=("state",))
+def _kernel_step(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    r: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+) -> Tensor:
+    from runningtensor.ops.triton import launch
+
+    return launch.step(q, k, u, r, v, beta, log_decay, state)
+
+
+@_kernel_step.register_fake
+def _(q, k, u, r, v, beta, log_decay, state):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape)

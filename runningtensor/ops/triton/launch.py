@@ -1,0 +1,275 @@
+"""Launches the kernels: the same two functions as chunk.py, `forward` and `backward`, and `step`.
+
+No autotuning: a table chooses the block sizes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from runningtensor.ops.chunk import Inputs
+from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
+from runningtensor.ops.triton.forward import local_kernel, scan_kernel
+from runningtensor.ops.triton.step import step_kernel
+
+CHUNKS = (64, 32, 16)
+WIDEST_SLAB = 128
+
+
+def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) -> str | None:
+    """Why the kernels cannot be used here, or None where they can."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if dtype == torch.float64:
+        return "the kernels take float32, bfloat16 and float16, not float64"
+    if R > WIDEST_SLAB:
+        return f"the last key mode is {R} wide, more than {WIDEST_SLAB}: pass a narrower one last"
+    if isinstance(scan_kernel, InterpretedFunction):
+        return None  # tests, on any device
+    if device.type != "cuda":
+        return f"tensors are on {device}, not on a CUDA device"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is not an NVIDIA GPU of compute capability 8.0 or newer"
+    if version < (3, 6):
+        return f"Triton {triton.__version__} is older than 3.6, the oldest the kernels were checked with"
+    return None
+
+
+def power(n: int, least: int = 16) -> int:
+    return max(least, triton.next_power_of_2(n))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels are compiled for, and the tensors that say where sequences and chunks begin."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    R: int
+    V: int
+    C: int
+    sequences: int
+    chunks: int  # or a little more, where sequences are packed: the device knows, the host need not
+    cu_seqlens: Tensor | None
+    chunk_starts: Tensor | None
+    delta: bool
+    decay: bool
+    precision: str
+
+    @staticmethod
+    def make(inputs: Inputs, cu_seqlens: Tensor | None, chunk: int) -> "Shape":
+        _, k, _, r, v, beta, log_decay = inputs
+        B, T, H, V = v.shape
+        starts = None
+        sequences, chunks = B, B * triton.cdiv(T, chunk)
+        if cu_seqlens is not None:
+            sequences = len(cu_seqlens) - 1
+            chunks = T // chunk + sequences
+            starts = torch.zeros(sequences + 1, dtype=torch.int32, device=v.device)
+            starts[1:] = ((cu_seqlens.diff() + chunk - 1) // chunk).cumsum(0)
+        high = v.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        precision = "ieee" if high else "tf32"
+        delta, decay = beta is not None, log_decay is not None
+        K, R = k.shape[-1], r.shape[-1]
+        return Shape(B, T, H, K, R, V, chunk, sequences, chunks, cu_seqlens, starts, delta, decay, precision)
+
+    def sizes(self) -> dict[str, object]:
+        """The constants all kernels share."""
+        return dict(
+            H=self.H,
+            K=self.K,
+            R=self.R,
+            C=self.C,
+            BK=min(64, power(self.K)),
+            RP=power(self.R),
+            DECAY=self.decay,
+            PACKED=self.cu_seqlens is not None,
+            PREC=self.precision,
+        )
+
+    def slabs(self) -> dict[str, int]:
+        BD = min(WIDEST_SLAB, max(power(self.R), power(self.K * self.R)))
+        return dict(V=self.V, BD=BD)
+
+
+def forward(
+    inputs: Inputs, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk: int, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As `chunk.forward`."""
+    inputs = contiguous(inputs)
+    x = Shape.make(inputs, cu_seqlens, chunk)
+    inverse = invert(inputs, x) if x.delta else None
+    out = torch.empty_like(inputs[4])
+    state = start_state(initial_state, x, inputs[4])
+    scan(inputs, x, state, inverse, out=out)
+    return out, state if keep else None, inverse
+
+
+def invert(inputs: Inputs, x: Shape) -> Tensor:
+    _, k, _, r, v, beta, log_decay = inputs
+    inverse = v.new_empty(*v.shape[:3], x.C)
+    solve = "ieee" if v.dtype == torch.float32 else "tf32x3"
+    local_kernel[(x.chunks, x.H)](
+        k, r, beta, log_decay, inverse, x.cu_seqlens, x.chunk_starts, x.T, x.sequences, SOLVE=solve, **x.sizes()
+    )
+    return inverse
+
+
+def scan(
+    inputs: Inputs,
+    x: Shape,
+    state: Tensor,
+    inverse: Tensor | None,
+    out: Tensor | None = None,
+    states: Tensor | None = None,
+    recalled: Tensor | None = None,
+    writes: Tensor | None = None,
+) -> None:
+    BV = value_block(x.V)
+    scan_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
+        *inputs,
+        inverse,
+        state,
+        out,
+        states,
+        recalled,
+        writes,
+        x.cu_seqlens,
+        x.chunk_starts,
+        x.T,
+        BV=BV,
+        DELTA=x.delta,
+        OUT=out is not None,
+        SAVE=states is not None,
+        **x.sizes(),
+        **x.slabs(),
+    )
+
+
+def backward(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    inputs: Inputs,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    inverse: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor | None, ...]:
+    """As `chunk.backward`."""
+    inputs = contiguous(inputs)
+    q, k, u, r, v, beta, log_decay = inputs
+    dout = dout.contiguous()
+    x = Shape.make(inputs, cu_seqlens, chunk)
+    states = v.new_empty(x.chunks, x.H, x.K * x.R, x.V)
+    dstates = torch.empty_like(states)
+    recalled, writes, solved = (torch.empty_like(v) if x.delta else v for _ in range(3))
+    scan(inputs, x, start_state(initial_state, x, v), inverse, states=states, recalled=recalled, writes=writes)
+
+    dstate = start_state(dfinal, x, v)
+    dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
+    dbeta, dlog = (None if y is None else torch.empty_like(y) for y in (beta, log_decay))
+    BV = value_block(x.V)
+    reverse_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
+        q,
+        k,
+        u,
+        r,
+        beta,
+        log_decay,
+        inverse,
+        dout,
+        dstate,
+        dstates,
+        solved,
+        dv,
+        x.cu_seqlens,
+        x.chunk_starts,
+        x.T,
+        BV=BV,
+        DELTA=x.delta,
+        **x.sizes(),
+        **x.slabs(),
+    )
+    gradients_kernel[(x.chunks, x.H)](
+        *inputs,
+        dout,
+        states,
+        dstates,
+        recalled,
+        writes,
+        solved,
+        dv,
+        dq,
+        dk,
+        du,
+        dr,
+        dbeta,
+        dlog,
+        x.cu_seqlens,
+        x.chunk_starts,
+        x.T,
+        x.sequences,
+        KW=power(x.slabs()["BD"] // x.R),
+        BV=16,
+        DELTA=x.delta,
+        **x.sizes(),
+        **x.slabs(),
+    )
+    return dq, dk, du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
+
+
+def step(
+    q: Tensor,  # [B,H,K]
+    k: Tensor,
+    u: Tensor,
+    r: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,  # [B,H,K,R,V], updated in place
+) -> Tensor:
+    (B, H, K), R, V = k.shape, r.shape[-1], v.shape[-1]
+    out = torch.empty_like(v)
+    BV = 16
+    step_kernel[(triton.cdiv(V, BV), B * H)](
+        q,
+        k,
+        u,
+        r,
+        v,
+        beta,
+        log_decay,
+        state,
+        out,
+        K=K,
+        R=R,
+        V=V,
+        BD=power(K * R),
+        BV=BV,
+        DELTA=beta is not None,
+        DECAY=log_decay is not None,
+    )
+    return out
+
+
+def value_block(V: int) -> int:
+    return min(64, power(V)) if V % 64 > 48 or V % 64 == 0 else 16
+
+
+def contiguous(inputs: Inputs) -> Inputs:
+    q, k, u, r, v, beta, log_decay = (x if x is None else x.contiguous() for x in inputs)
+    assert q is not None and k is not None and u is not None and r is not None and v is not None
+    # From order 4 on, k is a product of keys in float32; here it is an operand of a matrix product like any other.
+    return q.to(v.dtype), k.to(v.dtype), u, r, v, beta, log_decay
+
+
+def start_state(state: Tensor | None, x: Shape, v: Tensor) -> Tensor:
+    """A copy of the state, or zeros: [N,H,K,R,V] float32, to be updated in place."""
+    shape = (x.sequences, x.H, x.K, x.R, x.V)
+    if state is None:
+        return v.new_zeros(shape, dtype=torch.float32)
+    return state.clone(memory_format=torch.contiguous_format)
