@@ -4,8 +4,8 @@ This is the backend for CPUs and the specification the GPU kernels are held to; 
 Always order 3 here (key modes of width K and R): `interface.py` brings any other order to it. For a chunk of C rows,
 with κ = k⊗r and φ = q⊗u,
 
-    G = (K Kᵀ) ⊙ (R Rᵀ)     P = tril((Q Kᵀ) ⊙ (U Rᵀ))     L = diag(β) tril(G, -1)             all chunks at once
-    E = V - κ S     X = (I + L)⁻¹ diag(β) E     O = φ S + P X     S' = S + κᵀ X               chunk after chunk
+    G = (K Kᵀ) ⊙ (R Rᵀ)     P = tril((Q Kᵀ) ⊙ (U Rᵀ))     L = diag(β) tril(G, -1)       needs no state
+    E = V - κ S     X = (I + L)⁻¹ diag(β) E     O = φ S + P X     S' = S + κᵀ X         chunk after chunk
 
 A decay multiplies the two Grams by exp(g_i - g_j), rows of κS and φS by exp(g_t), rows of κ in the update by
 exp(g_C - g_t) and S by exp(g_C), where g is the cumulative log decay within the chunk. Without beta, X = V.
@@ -14,12 +14,13 @@ Letters: M chunks in all, N sequences, C rows a chunk. Batched matrices are [chu
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isqrt
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # q, k [B,T,H,K], u, r [B,T,H,R], v [B,T,H,V], beta, log_decay [B,T,H]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -79,23 +80,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Decay:
-    """The factors by which a decay enters a chunk."""
-
-    within: Tensor  # [·,C,C] exp(g_i - g_j) for j <= i; of no meaning elsewhere
-    before: Tensor  # [·,C,1] exp(g_t): from the chunk's start to row t
-    after: Tensor  # [·,C,1] exp(g_C - g_t): from row t to the chunk's end
-    total: Tensor  # [·,1,1] exp(g_C)
-
-    @staticmethod
-    def make(log_decay: Tensor) -> "Decay":  # [·,C]
-        # Sums over each span, not differences of g: beside one strong decay those would lose the weak ones.
-        spans = log_decay[..., :, None].expand(*log_decay.shape, log_decay.shape[-1]).tril(-1).cumsum(-2)
-        before = log_decay.cumsum(-1).exp_()[..., None]
-        return Decay(spans.exp_(), before, spans[..., -1, :, None], before[..., -1:, :])
-
-
-@dataclass(frozen=True)
 class Chunks:
     """The inputs of some chunks, in the chunk layout and the dtype of the state."""
 
@@ -105,7 +89,7 @@ class Chunks:
     r: Tensor  # [·,C,R]
     v: Tensor  # [·,C,V]
     beta: Tensor  # [·,C,1]; one where the rule is additive
-    decay: Decay | None
+    log_decay: Tensor | None  # [·,C]
 
     @staticmethod
     def make(plan: Plan, inputs: Inputs) -> "Chunks":
@@ -113,32 +97,39 @@ class Chunks:
         dtype = torch.promote_types(inputs[4].dtype, torch.float32)
         q, k, u, r, v = (plan.split(x, dtype) for x in inputs[:5])
         beta = v.new_ones(v.shape[:2]) if beta is None else plan.split(beta, dtype)
-        decay = None if log_decay is None else Decay.make(plan.split(log_decay, dtype))
-        return Chunks(q, k, u, r, v, beta[..., None], decay)
+        return Chunks(q, k, u, r, v, beta[..., None], None if log_decay is None else plan.split(log_decay, dtype))
 
     def __getitem__(self, at: slice) -> "Chunks":
         return self.map(lambda x: x[at])
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Chunks":
-        d = self.decay
-        decay = None if d is None else Decay(f(d.within), f(d.before), f(d.after), f(d.total))
-        return Chunks(f(self.q), f(self.k), f(self.u), f(self.r), f(self.v), f(self.beta), decay)
+        log_decay = None if self.log_decay is None else f(self.log_decay)
+        return Chunks(f(self.q), f(self.k), f(self.u), f(self.r), f(self.v), f(self.beta), log_decay)
 
-    def within(self, x: Tensor) -> Tensor:
-        """What rows give to later rows of their chunk, decayed in place."""
-        return x if self.decay is None else x.mul_(self.decay.within)
+    # The decay. Always sums over a span, never differences of sums: beside one strong decay those lose the weak ones.
 
     def before(self, x: Tensor) -> Tensor:
-        """What the state gives to the rows, decayed."""
-        return x if self.decay is None else x * self.decay.before
+        """What the state gives to the rows: times exp(g_t)."""
+        return x if self.log_decay is None else x * self.log_decay.cumsum(-1).exp_()[..., None]
 
     def after(self, x: Tensor) -> Tensor:
-        """What the rows give to the next state, decayed."""
-        return x if self.decay is None else x * self.decay.after
+        """What the rows give to the next state: times exp(g_C - g_t)."""
+        if self.log_decay is None:
+            return x
+        return x * pad(from_here(self.log_decay[..., 1:]), (0, 1)).exp_()[..., None]
 
     def total(self, state: Tensor) -> Tensor:
-        """What the state gives to the next state, decayed."""
-        return state if self.decay is None else state * self.decay.total
+        """What the state gives to the next state: times exp(g_C)."""
+        return state if self.log_decay is None else state * self.log_decay.sum(-1).exp_()[..., None, None]
+
+    def within(self, x: Tensor) -> Tensor:
+        """What rows give to later rows: times exp(g_i - g_j), in place; of no meaning above the diagonal."""
+        if self.log_decay is None:
+            return x
+        C = x.shape[-1]
+        return x.mul_(self.log_decay[..., :, None].expand(-1, C, C).tril(-1).cumsum(-2).exp_())
+
+    # The forms.
 
     def key_gram(self) -> Tensor:
         """tril(G, -1), decayed."""
@@ -194,23 +185,22 @@ def from_here(x: Tensor) -> Tensor:
 
 def scan(
     x: Chunks, inverse: Tensor | None, steps: list[slice], state: Tensor, fresh: bool, keep: bool
-) -> Iterator[tuple[slice, Tensor | None, Tensor, Tensor]]:
-    """Runs through the chunks, updating `state` in place; yields (chunks, S before them, κS, X) at each step.
+) -> Iterator[tuple[slice, Chunks, Tensor | None, Tensor | None, Tensor]]:
+    """Runs through the chunks, updating `state` in place; yields (at, chunks, S before them, κS, X) at each step.
 
-    `fresh`: the state begins as zero, so that the first chunk need not read it (S is None). `keep`: the final state is
-    wanted, so that the last chunk must write it. A single chunk that is fresh and not kept never forms κ.
+    `fresh`: the state begins as zero, so that the first chunk need not read it (S and κS are None). `keep`: the final
+    state is wanted, so that the last chunk must write it. A single chunk, fresh and not kept, never forms κ.
     """
     for i, at in enumerate(steps):
         now, n = x[at], at.stop - at.start
         S = None if fresh and i == 0 else state[:n]
         writes = keep or i < len(steps) - 1
         κ = kron(now.k, now.r) if writes or S is not None else now.k
-        recalled, X = torch.zeros_like(now.v), now.v
+        recalled, X = None, now.v
         if inverse is not None:
-            if S is not None:
-                recalled = now.before(κ @ S)
-            X = inverse[at] @ (now.beta * (now.v - recalled))
-        yield at, S, recalled, X
+            recalled = None if S is None else now.before(κ @ S)
+            X = inverse[at] @ (now.beta * (now.v if recalled is None else now.v - recalled))
+        yield at, now, S, recalled, X
         if writes:
             state[:n] = now.advance(S, κ, X)
 
@@ -242,13 +232,12 @@ def forward(
     v, beta = inputs[4], inputs[5]
     plan = Plan.make(v, cu_seqlens, chunk)
     x = Chunks.make(plan, inputs)
-    inverse = None if beta is None else x.invert()
-    P = x.query_gram()
+    inverse = None if beta is None else torch.cat([x[at].invert() for at in plan.steps])
     O, state = torch.empty_like(x.v), plan.split_state(initial_state, x)
-    for at, S, _, X in scan(x, inverse, plan.steps, state, fresh=initial_state is None, keep=keep):
-        O[at] = P[at] @ X
+    for at, now, S, _, X in scan(x, inverse, plan.steps, state, fresh=initial_state is None, keep=keep):
+        O[at] = now.query_gram() @ X
         if S is not None:
-            O[at] += x[at].before(kron(x.q[at], x.u[at]) @ S)
+            O[at] += now.before(kron(now.q, now.u) @ S)
     return (
         plan.join(O, v),
         plan.join_state(state, x) if keep else None,
@@ -277,69 +266,85 @@ def backward(
     dO = plan.split(dO, x.v.dtype)
     inverse = None if inverse is None else plan.split(inverse, x.v.dtype)
 
-    recalled, X = (torch.empty_like(x.v), x.v if inverse is None else torch.empty_like(x.v))
-    state = plan.split_state(initial_state, x)
+    X, state = x.v if inverse is None else torch.empty_like(x.v), plan.split_state(initial_state, x)
     starts: dict[int, Tensor | None] = {}
-    for i, (at, S, recalled_at, X_at) in enumerate(
-        scan(x, inverse, steps, state, fresh=initial_state is None, keep=False)
-    ):
+    for i, (at, _, S, _, X_at) in enumerate(scan(x, inverse, steps, state, fresh=initial_state is None, keep=False)):
         if i % stretch == 0:
             starts[i] = None if S is None else S.clone()
-        recalled[at], X[at] = recalled_at, X_at
+        X[at] = X_at
 
-    P = x.query_gram()
-    d = replace(x, decay=None).map(torch.zeros_like)  # the gradients
-    dlog, Y, dS = torch.zeros_like(x.v[..., 0]), torch.empty_like(x.v), plan.split_state(dfinal, x)
+    d = x.map(torch.zeros_like)  # the gradients
+    dS = plan.split_state(dfinal, x)
     for i, at, S in replay(x, X, steps, starts):
-        now, to, dS_at = x[at], d[at], dS[: at.stop - at.start]
         heard = i < len(steps) - 1 or dfinal is not None  # else dS is zero
-        κ = kron(now.k, now.r) if heard or S is not None else now.k
-
-        dX = P[at].mT @ dO[at]
-        if heard:
-            κdS = now.after(κ) @ dS_at
-            dX += κdS
-            add(unkron(now.after(X[at]) @ dS_at.mT, now.k, now.r), to.k, to.r)
-        dE = dX
-        if inverse is not None:
-            Y[at] = inverse[at].mT @ dX
-            dE = now.beta * Y[at]
-        to.v.copy_(dE)
-        if S is not None:
-            add(unkron(now.before(dO[at]) @ S.mT, now.q, now.u), to.q, to.u)
-            if inverse is not None:
-                add(unkron(now.before(-dE) @ S.mT, now.k, now.r), to.k, to.r)
-
-        if now.decay is not None:  # log_decay of row s scales whatever passes from before s to s or later:
-            if S is not None:  # from the state to rows,
-                dlog[at] += from_here((now.q * to.q).sum(-1) - (dE * recalled[at]).sum(-1))
-            if heard:  # from rows to the next state,
-                dlog[at][:, 1:] += (X[at] * κdS).sum(-1).cumsum(-1)[:, :-1]
-            if heard and S is not None:  # from the state to the next state; from rows to rows: below.
-                dlog[at] += (now.total(S) * dS_at).sum((-1, -2))[:, None]
-
-        if i > 0 or initial_state is not None:
-            dS_at.copy_(now.total(dS_at)).baddbmm_(kron(now.q, now.u).mT, now.before(dO[at]))
-            if inverse is not None:
-                dS_at.baddbmm_(κ.mT, now.before(dE), alpha=-1)
-
-    # What the rows of a chunk do to each other, all chunks at once.
-    dP = (dO @ X.mT).tril_()
-    crossing = dP * P
-    if inverse is not None:
-        A = x.key_gram()
-        dL = (Y @ X.mT).tril_(-1).neg_()
-        d.beta[..., 0] = (Y * (x.v - recalled)).sum(-1) + (dL * A).sum(-1)
-        dG = dL.mul_(x.beta)
-        crossing += dG * A
-        add(ungram(x.within(dG), x.k, x.r, x.k, x.r), d.k, d.r, d.k, d.r)
-    add(ungram(x.within(dP), x.q, x.u, x.k, x.r), d.q, d.u, d.k, d.r)
-    crossing.tril_(-1)
-    dlog += from_here(crossing.sum(-1) - crossing.sum(-2))
-
+        passed_on = i > 0 or initial_state is not None
+        rows = None if inverse is None else inverse[at]
+        chunk_backward(x[at], d[at], S, dS[: at.stop - at.start], X[at], dO[at], rows, heard, passed_on)
     return (
         *(plan.join(dy, y) for dy, y in zip((d.q, d.k, d.u, d.r, d.v), inputs[:5], strict=True)),
         None if beta is None else plan.join(d.beta[..., 0], beta),
-        None if log_decay is None else plan.join(dlog, log_decay),
+        None if log_decay is None or d.log_decay is None else plan.join(d.log_decay, log_decay),
         None if initial_state is None else plan.join_state(dS, x),
     )
+
+
+def chunk_backward(
+    x: Chunks,
+    d: Chunks,  # their gradients: added to
+    S: Tensor | None,  # before them; None: zero
+    dS: Tensor,  # after them on entry, before them on return
+    X: Tensor,
+    dO: Tensor,
+    inverse: Tensor | None,  # None: additive
+    heard: bool,  # else dS is zero on entry
+    passed_on: bool,  # else nobody wants dS on return
+) -> None:
+    """The lines of section 5 of README.md, in their order."""
+    κ = kron(x.k, x.r) if heard or S is not None else x.k
+    P = x.query_gram()
+    recalled = None
+
+    dX = P.mT @ dO
+    if heard:
+        κdS = x.after(κ) @ dS
+        dX += κdS
+    dE = dX
+    if inverse is not None:
+        Y = inverse.mT @ dX
+        dE = x.beta * Y
+    d.v.copy_(dE)
+
+    dP = (dO @ X.mT).tril_()
+    crossing = dP * P  # what each row gives to each later row, times its gradient
+    if inverse is not None:
+        recalled = None if S is None else x.before(κ @ S)
+        A = x.key_gram()
+        dL = (Y @ X.mT).tril_(-1).neg_()
+        d.beta[..., 0] = (Y * (x.v if recalled is None else x.v - recalled)).sum(-1) + (dL * A).sum(-1)
+        dG = dL.mul_(x.beta)
+        crossing += dG * A
+        add(ungram(x.within(dG), x.k, x.r, x.k, x.r), d.k, d.r, d.k, d.r)
+
+    if heard:
+        add(unkron(x.after(X) @ dS.mT, x.k, x.r), d.k, d.r)
+    if S is not None:
+        add(unkron(x.before(dO) @ S.mT, x.q, x.u), d.q, d.u)
+        if inverse is not None:
+            add(unkron(x.before(-dE) @ S.mT, x.k, x.r), d.k, d.r)
+
+    if d.log_decay is not None:  # that of row s scales whatever passes from before s to s or later:
+        crossing.tril_(-1)  # from row to row,
+        d.log_decay.add_(from_here(crossing.sum(-1) - crossing.sum(-2)))
+        if S is not None:  # from the state to rows,
+            met = (x.q * d.q).sum(-1)
+            d.log_decay.add_(from_here(met if recalled is None else met - (dE * recalled).sum(-1)))
+        if heard:  # from rows to the next state,
+            d.log_decay[:, 1:] += (X * κdS).sum(-1).cumsum(-1)[:, :-1]
+        if heard and S is not None:  # and from the state to the next state.
+            d.log_decay.add_((x.total(S) * dS).sum((-1, -2))[:, None])
+    add(ungram(x.within(dP), x.q, x.u, x.k, x.r), d.q, d.u, d.k, d.r)
+
+    if passed_on:
+        dS.copy_(x.total(dS)).baddbmm_(kron(x.q, x.u).mT, x.before(dO))
+        if inverse is not None:
+            dS.baddbmm_(κ.mT, x.before(dE), alpha=-1)
