@@ -91,9 +91,11 @@ class Shape:
             PREC=self.precision,
         )
 
-    def slabs(self) -> dict[str, int]:
-        BD = min(WIDEST_SLAB, max(power(self.R), power(self.K * self.R)))
-        return dict(V=self.V, BD=BD)
+    def slabs(self, dtype: torch.dtype) -> dict[str, int]:
+        """How many features are taken together. In full float32 few: larger products take minutes to compile."""
+        most = 32 if dtype == torch.float32 else WIDEST_SLAB
+        BD = max(power(self.R), min(most, power(self.K * self.R)))
+        return dict(V=self.V, BD=BD, num_warps=8, num_stages=1)
 
 
 def forward(
@@ -114,7 +116,18 @@ def invert(inputs: Inputs, x: Shape) -> Tensor:
     inverse = v.new_empty(*v.shape[:3], x.C)
     solve = "ieee" if v.dtype == torch.float32 else "tf32x3"
     local_kernel[(x.chunks, x.H)](
-        k, r, beta, log_decay, inverse, x.cu_seqlens, x.chunk_starts, x.T, x.sequences, SOLVE=solve, **x.sizes()
+        k,
+        r,
+        beta,
+        log_decay,
+        inverse,
+        x.cu_seqlens,
+        x.chunk_starts,
+        x.T,
+        x.sequences,
+        SOLVE=solve,
+        num_stages=1,
+        **x.sizes(),
     )
     return inverse
 
@@ -129,6 +142,7 @@ def scan(
     recalled: Tensor | None = None,
     writes: Tensor | None = None,
 ) -> None:
+    v = inputs[4]
     BV = value_block(x.V)
     scan_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
         *inputs,
@@ -146,7 +160,7 @@ def scan(
         OUT=out is not None,
         SAVE=states is not None,
         **x.sizes(),
-        **x.slabs(),
+        **x.slabs(v.dtype),
     )
 
 
@@ -192,7 +206,7 @@ def backward(
         BV=BV,
         DELTA=x.delta,
         **x.sizes(),
-        **x.slabs(),
+        **x.slabs(v.dtype),
     )
     gradients_kernel[(x.chunks, x.H)](
         *inputs,
@@ -213,11 +227,11 @@ def backward(
         x.chunk_starts,
         x.T,
         x.sequences,
-        KW=power(x.slabs()["BD"] // x.R),
+        KW=power(x.slabs(v.dtype)["BD"] // x.R),
         BV=16,
         DELTA=x.delta,
         **x.sizes(),
-        **x.slabs(),
+        **x.slabs(v.dtype),
     )
     return dq, dk, du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
 

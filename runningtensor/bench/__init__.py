@@ -1,0 +1,1 @@
+"""Speed and memory, beside the alternatives."""
