@@ -224,8 +224,8 @@ def scan_kernel(
     state,  # [N,H,K·R,V] float32: the initial state on entry, the final state on return
     out,
     states,  # SAVE: [M,H,K·R,V], the state before each chunk
-    recalled,  # SAVE and DELTA: κS [·,H,V]
-    writes,  # SAVE and DELTA: X [·,H,V]
+    recalled,  # SAVE: κS [·,H,V]
+    writes,  # SAVE: X [·,H,V]
     cu_seqlens,
     chunk_starts,
     T,
@@ -282,11 +282,11 @@ def scan_kernel(
             b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
             inv = tl.load(inverse + first * C + row[:, None] * C + i[None, :], mask=inside[:, None], other=0.0)
             X = tl.dot(inv, ((bv - E) * b[:, None]).to(dt), input_precision=PREC).to(dt)
-            if SAVE:
-                tl.store(recalled + first * V + at, E.to(dt), mask=mask)
-                tl.store(writes + first * V + at, X, mask=mask)
         else:
             X = bv
+        if SAVE:
+            tl.store(recalled + first * V + at, E.to(dt), mask=mask)
+            tl.store(writes + first * V + at, X, mask=mask)
         if OUT:
             P = key_products(qc, kc, row, inside, K, C, BK, PREC)
             P *= tl.dot(load_rows(uc, row, inside, R, RP), load_columns(rc, row, inside, R, RP), input_precision=PREC)

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from runningtensor.ops.chunk import Inputs
+from runningtensor.ops.triton import hopper
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.step import step_kernel
@@ -21,7 +22,7 @@ WIDEST_SLAB = 128
 
 def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) -> str | None:
     """Why the kernels cannot be used here, or None where they can."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
     if dtype == torch.float64:
         return "the kernels take float32, bfloat16 and float16, not float64"
     if R > WIDEST_SLAB:
@@ -32,8 +33,8 @@ def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) ->
         return f"tensors are on {device}, not on a CUDA device"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is not an NVIDIA GPU of compute capability 8.0 or newer"
-    if version < (3, 6):
-        return f"Triton {triton.__version__} is older than 3.6, the oldest the kernels were checked with"
+    if version < (3, 7, 1):
+        return f"Triton {triton.__version__} miscompiles products of 16 columns on Hopper; 3.7.1 does not"
     return None
 
 
@@ -103,12 +104,89 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `chunk.forward`."""
     inputs = contiguous(inputs)
+    v = inputs[4]
     x = Shape.make(inputs, cu_seqlens, chunk)
+    out = torch.empty_like(v)
+    if on_hopper(x, v):
+        inverse = v.new_empty(*v.shape[:3], x.C) if x.delta else None
+        state = v.new_empty(x.sequences, x.H, x.K, x.R, x.V, dtype=torch.float32) if keep else None
+        scan_on_hopper(inputs, x, initial_state, inverse, final=state, out=out)
+        return out, state, inverse
     inverse = invert(inputs, x) if x.delta else None
-    out = torch.empty_like(inputs[4])
-    state = start_state(initial_state, x, inputs[4])
+    state = start_state(initial_state, x, v)
     scan(inputs, x, state, inverse, out=out)
     return out, state if keep else None, inverse
+
+
+def on_hopper(x: Shape, v: Tensor) -> bool:
+    """Whether the kernels of hopper.py take this: bfloat16 or float16, some widths of keys, V a multiple of 16."""
+    if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
+        return False
+    return (x.K, x.R) in hopper.SHAPES and x.V % 16 == 0 and x.C == 64 and v.dtype != torch.float32
+
+
+def scan_on_hopper(
+    inputs: Inputs,
+    x: Shape,
+    initial: Tensor | None,
+    inverse: Tensor | None,
+    final: Tensor | None = None,
+    out: Tensor | None = None,
+    states: Tensor | None = None,
+    recalled: Tensor | None = None,
+    writes: Tensor | None = None,
+) -> None:
+    q, k, u, r, v, beta, log_decay = inputs
+    # What a chunk needs, laid out by one kernel for the other.
+    laid_out = [v.new_empty(x.chunks, x.H, *shape) for shape in ((32, 128), (128, 64), (64, 64), (128, 64))]
+    totals = v.new_empty(x.chunks, x.H, dtype=torch.float32) if x.decay else None
+    shared = dict(H=x.H, K=x.K, R=x.R, DELTA=x.delta, DECAY=x.decay, PACKED=x.cu_seqlens is not None)
+    where = (x.cu_seqlens, x.chunk_starts, x.T)
+    hopper.pack_kernel[(x.chunks, x.H)](
+        q,
+        k,
+        u,
+        r,
+        beta,
+        log_decay,
+        *laid_out,
+        totals,
+        inverse,
+        *where,
+        x.sequences,
+        num_warps=4,
+        num_stages=1,
+        **shared,
+    )
+    ones, steps, tiles = hopper.SHAPES[x.K, x.R]
+    # Value columns a program: as many as the registers hold, or fewer, to fill the GPU with few sequences and heads.
+    few = 2 * x.sequences * x.H <= torch.cuda.get_device_properties(v.device).multi_processor_count
+    widest = 16 if few else 240 // tiles
+    V1, V2 = next((a, b) for a, b in ((64, 0), (32, 16), (32, 0), (16, 0)) if x.V % (a + b) == 0 and a + b <= widest)
+    hopper.scan_kernel[(x.V // (V1 + V2), x.sequences * x.H)](
+        *laid_out,
+        totals,
+        v,
+        None if initial is None else initial.contiguous(),
+        final,
+        out,
+        states,
+        recalled,
+        writes,
+        *where,
+        V=x.V,
+        V1=V1,
+        V2=V2,
+        ONES=ones,
+        STEPS=steps,
+        TILES=tiles,
+        INITIAL=initial is not None,
+        FINAL=final is not None,
+        OUT=out is not None,
+        SAVE=states is not None,
+        num_warps=8,
+        **shared,
+    )
 
 
 def invert(inputs: Inputs, x: Shape) -> Tensor:
@@ -180,8 +258,12 @@ def backward(
     x = Shape.make(inputs, cu_seqlens, chunk)
     states = v.new_empty(x.chunks, x.H, x.K * x.R, x.V)
     dstates = torch.empty_like(states)
-    recalled, writes, solved = (torch.empty_like(v) if x.delta else v for _ in range(3))
-    scan(inputs, x, start_state(initial_state, x, v), inverse, states=states, recalled=recalled, writes=writes)
+    recalled, writes, solved = (torch.empty_like(v) for _ in range(3))
+    saved = dict(states=states, recalled=recalled, writes=writes)
+    if on_hopper(x, v):
+        scan_on_hopper(inputs, x, initial_state, inverse, **saved)
+    else:
+        scan(inputs, x, start_state(initial_state, x, v), inverse, **saved)
 
     dstate = start_state(dfinal, x, v)
     dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
