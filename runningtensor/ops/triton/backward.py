@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from runningtensor.ops.triton.forward import (
-    advance,
     decays,
     features,
     key_products,
@@ -70,7 +69,7 @@ def reverse_kernel(
         mask = inside[:, None] & has
         first = t0 * H + h
         qc, kc, uc, rc = q + first * K, k + first * K, u + first * R, r + first * R
-        d, before, after, total = decays(advance(log_decay, first, DECAY), row, i, end - t0, H, C, DECAY)
+        d, before, after, total = decays(log_decay, first, row, i, end - t0, H, C, DECAY)
         into = dstates + ((chunk + at_chunk).to(tl.int64) * H + h) * (K * R * V) + ov[None, :]
 
         dX = tl.zeros([C, BV], tl.float32)  # κ dS'
@@ -204,9 +203,7 @@ def gradients_kernel(
     u, r, du, dr = u + first * R, r + first * R, du + first * R, dr + first * R
     v, dout, dv = v + first * V, dout + first * V, dv + first * V
     recalled, writes, solved = recalled + first * V, writes + first * V, solved + first * V
-    beta, dbeta = advance(beta, first, DELTA), advance(dbeta, first, DELTA)
-    log_decay, dlog = advance(log_decay, first, DECAY), advance(dlog, first, DECAY)
-    d, before, after, total = decays(log_decay, row, i, end - start, H, C, DECAY)
+    d, before, after, total = decays(log_decay, first, row, i, end - start, H, C, DECAY)
     states += (m.to(tl.int64) * H + h) * (K * R * V)
     dstates += (m.to(tl.int64) * H + h) * (K * R * V)
 
@@ -229,14 +226,14 @@ def gradients_kernel(
         dl += tl.sum(crossing, 1) - tl.sum(crossing, 0)
     tok = toq
     if DELTA:
-        b = tl.load(beta + row, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
         dL = -within(row_products(solved, writes, row, inside, V, C, BV, PREC), d, i, False, True, DECAY)
         dLt = -within(row_products(writes, solved, row, inside, V, C, BV, PREC), d, i, True, True, DECAY)
         RR = tl.dot(br, load_columns(r, row, inside, R, RP), input_precision=PREC)
         KK = key_products(k, k, row, inside, K, C, BK, PREC)
         db = row_sums(solved, v, row, inside, V, C, BV) - row_sums(solved, recalled, row, inside, V, C, BV)
         db += tl.sum(dL * RR * KK, 1)
-        tl.store(dbeta + row, db.to(dbeta.dtype.element_ty), mask=inside)
+        tl.store(dbeta + first + row, db.to(dbeta.dtype.element_ty), mask=inside)
         dG = dL * b[:, None]
         both = dG + dLt * b[None, :]  # dG + dGᵀ, for the Gram matrix is symmetric
         gdr = tl.dot((both * KK).to(dt), br, gdr, input_precision=PREC)
@@ -303,4 +300,4 @@ def gradients_kernel(
         dl += met
         earlier = tl.sum(tl.where(i[:, None] > i[None, :], given[None, :], 0.0), 1)
         dl = tl.cumsum(dl, 0, reverse=True) + earlier + total * passed
-        tl.store(dlog + row, dl.to(dlog.dtype.element_ty), mask=inside)
+        tl.store(dlog + first + row, dl.to(dlog.dtype.element_ty), mask=inside)

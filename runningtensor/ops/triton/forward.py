@@ -45,17 +45,12 @@ def sequence(cu_seqlens, chunk_starts, n, T, C: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
-def advance(pointer, by, EXISTS: tl.constexpr):
-    """Rows are counted from a chunk's first, in 32 bits: 64-bit addresses of gathers would fill the registers."""
-    if EXISTS:
-        return pointer + by
-    else:
-        return pointer
-
-
-@triton.jit
 def load_rows(x, row, inside, W: tl.constexpr, WP: tl.constexpr):
-    """[C,WP]: rows of a [·,W] tensor, zero outside."""
+    """[C,WP]: rows of a [·,W] tensor, zero outside.
+
+    Pointers are those of a chunk's first row, and rows are counted from there, in 32 bits: 64-bit addresses of gathers
+    would fill the registers.
+    """
     w = tl.arange(0, WP)
     return tl.load(x + row[:, None] * W + w[None, :], mask=inside[:, None] & (w < W)[None, :], other=0.0)
 
@@ -128,11 +123,11 @@ def double(L, M, i, W: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def decays(log_decay, row, i, n, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+def decays(log_decay, first, row, i, n, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """Of the n rows from a chunk's first: log decays, and exp of their sums up to t, after t, and over the chunk."""
     if DECAY:
-        d = tl.load(log_decay + row, mask=i < n, other=0.0).to(tl.float32)
-        following = tl.load(log_decay + row + H, mask=(i + 1 < n) & (i < C - 1), other=0.0).to(tl.float32)
+        d = tl.load(log_decay + first + row, mask=i < n, other=0.0).to(tl.float32)
+        following = tl.load(log_decay + first + row + H, mask=(i + 1 < n) & (i < C - 1), other=0.0).to(tl.float32)
         return d, tl.exp(tl.cumsum(d, 0)), tl.exp(tl.cumsum(following, 0, reverse=True)), tl.exp(tl.sum(d, 0))
     else:
         one = tl.full([C], 1.0, tl.float32)
@@ -187,12 +182,11 @@ def local_kernel(
     k += first * K
     r += first * R
     beta += first
-    log_decay = advance(log_decay, first, DECAY)
     inverse += first * C
     G = key_products(k, k, row, inside, K, C, BK, PREC)
     br = load_rows(r, row, inside, R, RP)
     G *= tl.dot(br, load_columns(r, row, inside, R, RP), input_precision=PREC)
-    d, _, _, _ = decays(log_decay, row, i, end - start, H, C, DECAY)
+    d, _, _, _ = decays(log_decay, first, row, i, end - start, H, C, DECAY)
     L = within(G, d, i, False, True, DECAY)
     L *= tl.load(beta + row, mask=inside, other=0.0).to(tl.float32)[:, None]
     inv = invert(L, C, SOLVE)
@@ -260,7 +254,7 @@ def scan_kernel(
         mask = inside[:, None] & has
         first = t0 * H + h
         qc, kc, uc, rc, vc = q + first * K, k + first * K, u + first * R, r + first * R, v + first * V
-        d, before, after, total = decays(advance(log_decay, first, DECAY), row, i, end - t0, H, C, DECAY)
+        d, before, after, total = decays(log_decay, first, row, i, end - t0, H, C, DECAY)
         if SAVE:
             into = states + (chunk.to(tl.int64) * H + h) * (K * R * V) + ov[None, :]
 

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from runningtensor.ops.triton.forward import advance, decays, double, load_columns, load_rows, locate, sequence, within
+from runningtensor.ops.triton.forward import decays, double, load_columns, load_rows, locate, sequence, within
 
 # Key widths: (steps with one key, steps, tiles of 8 steps)
 SHAPES = {(16, 16): (16, 16, 2), (24, 24): (24, 36, 5), (25, 25): (24, 40, 5)}
@@ -113,7 +113,7 @@ def pack_kernel(
     row = i * H
     first = start * H + h
     q, k, u, r = q + first * K, k + first * K, u + first * R, r + first * R
-    d, before, after, total = decays(advance(log_decay, first, DECAY), row, i, end - start, H, 64, DECAY)
+    d, before, after, total = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
     at = m.to(tl.int64) * H + h
     if DECAY:
         tl.store(totals + at, total)
