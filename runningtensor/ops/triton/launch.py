@@ -92,11 +92,11 @@ class Shape:
             PREC=self.precision,
         )
 
-    def slabs(self, dtype: torch.dtype) -> dict[str, int]:
+    def slabs(self, v: Tensor, most: int) -> dict[str, int]:
         """How many features are taken together. In full float32 few: larger products take minutes to compile."""
-        most = 32 if dtype == torch.float32 else WIDEST_SLAB
+        most = 32 if v.dtype == torch.float32 else most
         BD = max(power(self.R), min(most, power(self.K * self.R)))
-        return dict(V=self.V, BD=BD, num_warps=8, num_stages=1)
+        return dict(V=self.V, BD=BD, num_warps=4, num_stages=1)
 
 
 def forward(
@@ -221,7 +221,7 @@ def scan(
     writes: Tensor | None = None,
 ) -> None:
     v = inputs[4]
-    BV = value_block(x.V)
+    BV = min(64, power(x.V))
     scan_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
         *inputs,
         inverse,
@@ -238,7 +238,7 @@ def scan(
         OUT=out is not None,
         SAVE=states is not None,
         **x.sizes(),
-        **x.slabs(v.dtype),
+        **x.slabs(v, 64),
     )
 
 
@@ -268,7 +268,7 @@ def backward(
     dstate = start_state(dfinal, x, v)
     dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
     dbeta, dlog = (None if y is None else torch.empty_like(y) for y in (beta, log_decay))
-    BV = value_block(x.V)
+    BV = min(64, power(x.V))
     reverse_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
         q,
         k,
@@ -288,8 +288,9 @@ def backward(
         BV=BV,
         DELTA=x.delta,
         **x.sizes(),
-        **x.slabs(v.dtype),
+        **x.slabs(v, 64),
     )
+    slabs = x.slabs(v, 128)
     gradients_kernel[(x.chunks, x.H)](
         *inputs,
         dout,
@@ -309,11 +310,11 @@ def backward(
         x.chunk_starts,
         x.T,
         x.sequences,
-        KW=power(x.slabs(v.dtype)["BD"] // x.R),
+        KW=power(slabs["BD"] // x.R),
         BV=16,
         DELTA=x.delta,
         **x.sizes(),
-        **x.slabs(v.dtype),
+        **slabs,
     )
     return dq, dk, du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
 
@@ -350,10 +351,6 @@ def step(
         DECAY=log_decay is not None,
     )
     return out
-
-
-def value_block(V: int) -> int:
-    return min(64, power(V)) if V % 64 > 48 or V % 64 == 0 else 16
 
 
 def contiguous(inputs: Inputs) -> Inputs:
