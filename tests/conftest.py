@@ -1,6 +1,12 @@
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+# Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples on every machine and in every run: a failure here is a failure there.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=25)

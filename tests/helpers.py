@@ -98,7 +98,7 @@ def recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
 def upstream(results: Iterable[Tensor]) -> list[Tensor]:
     """Gradients to begin the backward pass with: random, and the same for results of the same shape."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results]
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in results]
 
 
 def gradients(f: Callable[[Inputs], tuple[Tensor, ...]], x: Inputs) -> dict[str, Tensor]:
@@ -107,6 +107,18 @@ def gradients(f: Callable[[Inputs], tuple[Tensor, ...]], x: Inputs) -> dict[str,
     results = f(x)
     names = x.named()
     return dict(zip(names, torch.autograd.grad(results, list(names.values()), upstream(results)), strict=True))
+
+
+def everything(x: Inputs, dtype: torch.dtype | None = None, **options: object) -> dict[str, Tensor]:
+    """Outputs, final state and all gradients of one run, from upstream gradients rounded as results of `dtype` are."""
+    x, dtype = x.leaves(), dtype or x.values.dtype
+    results = op(x, **options)
+    rounded = (dtype, torch.promote_types(dtype, torch.float32))
+    starts = [y.to(to).to(y.dtype) for y, to in zip(upstream(results), rounded, strict=True)]
+    names = x.named()
+    grads = torch.autograd.grad(results, list(names.values()), starts)
+    results = {name: y.detach() for name, y in zip(("out", "state"), results, strict=True)}
+    return results | {f"d {name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
 def rel(a: Tensor, b: Tensor, floor: float = 0.0) -> float:

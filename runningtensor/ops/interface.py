@@ -161,7 +161,8 @@ _packings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
     """What "auto" stands for here; an error where "triton" was asked for and cannot be had."""
-    if backend == "auto" and not values.is_cuda:
+    nothing_to_do = k.shape[-1] == 0 or r.shape[-1] == 0
+    if nothing_to_do or (backend == "auto" and not values.is_cuda):
         return "torch"
     if backend in ("auto", "triton"):
         why_not = triton_refuses(values.device, values.dtype, k.shape[-1], r.shape[-1], values.shape[-1])

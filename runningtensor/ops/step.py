@@ -8,6 +8,8 @@ from torch import Tensor
 from runningtensor.ops.chunk import kron
 from runningtensor.ops.interface import check_inputs, check_tensor, choose, require, state_dtype, two_modes, wrong
 
+WIDEST_KERNEL = 4096  # features: the kernel holds them all in registers
+
 
 def running_tensor_step(
     queries: Sequence[Tensor],
@@ -40,7 +42,7 @@ def running_tensor_step(
 
     q, u = two_modes(queries)
     k, r = two_modes(keys)
-    if choose("auto", k, r, values) == "triton":
+    if k.shape[-1] * r.shape[-1] <= WIDEST_KERNEL and choose("auto", k, r, values) == "triton":
         return _kernel_step(q, k, u, r, values, beta, log_decay, state)
 
     with torch.autocast(values.device.type, enabled=False):

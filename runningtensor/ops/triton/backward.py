@@ -52,11 +52,11 @@ def reverse_kernel(
     PACKED: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    n, h = tl.program_id(1) // H, tl.program_id(1) % H
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, C, PACKED)
     dt = dout.dtype.element_ty
     i = tl.arange(0, C)
-    ov = tl.program_id(0) * BV + tl.arange(0, BV)
+    ov = tl.program_id(1) * BV + tl.arange(0, BV)
     has = (ov < V)[None, :]
     dstate += (n * H + h).to(tl.int64) * (K * R * V) + ov[None, :]
     steps = (end - start + C - 1) // C

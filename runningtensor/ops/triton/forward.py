@@ -240,11 +240,11 @@ def scan_kernel(
     PREC: tl.constexpr,
 ):
     """One program a sequence, head and BV value columns. OUT: write outputs. SAVE: write what the backward needs."""
-    n, h = tl.program_id(1) // H, tl.program_id(1) % H
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, C, PACKED)
     dt = v.dtype.element_ty
     i = tl.arange(0, C)
-    ov = tl.program_id(0) * BV + tl.arange(0, BV)
+    ov = tl.program_id(1) * BV + tl.arange(0, BV)
     has = (ov < V)[None, :]
     state += (n * H + h).to(tl.int64) * (K * R * V) + ov[None, :]
     for t0 in range(start, end, C):

@@ -260,13 +260,13 @@ def scan_kernel(
         [16, 64],
     )
 
-    seq, h = gl.program_id(1) // H, gl.program_id(1) % H
+    seq, h = gl.program_id(0) // H, gl.program_id(0) % H
     start, end, chunk = sequence(cu_seqlens, chunk_starts, seq, T, 64, PACKED)
     chunks = ((end - start + 63) // 64).to(gl.int32)
     t1 = gl.arange(0, 128, gl.SliceLayout(1, mma1))
     t2 = gl.arange(0, 128, gl.SliceLayout(1, mma2))
-    o1 = gl.program_id(0) * (V1 + V2) + gl.arange(0, V1, gl.SliceLayout(0, mma1))
-    o2 = gl.program_id(0) * (V1 + V2) + V1 + gl.arange(0, V2 if V2 > 0 else 16, gl.SliceLayout(0, mma2))
+    o1 = gl.program_id(1) * (V1 + V2) + gl.arange(0, V1, gl.SliceLayout(0, mma1))
+    o2 = gl.program_id(1) * (V1 + V2) + V1 + gl.arange(0, V2 if V2 > 0 else 16, gl.SliceLayout(0, mma2))
     col = gl.arange(0, 16, gl.SliceLayout(0, left1))
     wh = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, tile)))))
     wl = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, tile)))))

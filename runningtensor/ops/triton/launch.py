@@ -163,7 +163,7 @@ def scan_on_hopper(
     few = 2 * x.sequences * x.H <= torch.cuda.get_device_properties(v.device).multi_processor_count
     widest = 16 if few else 240 // tiles
     V1, V2 = next((a, b) for a, b in ((64, 0), (32, 16), (32, 0), (16, 0)) if x.V % (a + b) == 0 and a + b <= widest)
-    hopper.scan_kernel[(x.V // (V1 + V2), x.sequences * x.H)](
+    hopper.scan_kernel[(x.sequences * x.H, x.V // (V1 + V2))](
         *laid_out,
         totals,
         v,
@@ -222,7 +222,7 @@ def scan(
 ) -> None:
     v = inputs[4]
     BV = min(64, power(x.V))
-    scan_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
+    scan_kernel[(x.sequences * x.H, triton.cdiv(x.V, BV))](
         *inputs,
         inverse,
         state,
@@ -252,6 +252,7 @@ def backward(
     chunk: int,
 ) -> tuple[Tensor | None, ...]:
     """As `chunk.backward`."""
+    given = [x.dtype for x in inputs[:2]]
     inputs = contiguous(inputs)
     q, k, u, r, v, beta, log_decay = inputs
     dout = dout.contiguous()
@@ -269,7 +270,7 @@ def backward(
     dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
     dbeta, dlog = (None if y is None else torch.empty_like(y) for y in (beta, log_decay))
     BV = min(64, power(x.V))
-    reverse_kernel[(triton.cdiv(x.V, BV), x.sequences * x.H)](
+    reverse_kernel[(x.sequences * x.H, triton.cdiv(x.V, BV))](
         q,
         k,
         u,
@@ -316,7 +317,7 @@ def backward(
         **x.sizes(),
         **slabs,
     )
-    return dq, dk, du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
+    return dq.to(given[0]), dk.to(given[1]), du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
 
 
 def step(
@@ -329,10 +330,12 @@ def step(
     log_decay: Tensor | None,
     state: Tensor,  # [B,H,K,R,V], updated in place
 ) -> Tensor:
+    q, k, u, r, v = (x.contiguous() for x in (q, k, u, r, v))
+    beta, log_decay = (x if x is None else x.contiguous() for x in (beta, log_decay))
     (B, H, K), R, V = k.shape, r.shape[-1], v.shape[-1]
     out = torch.empty_like(v)
     BV = 16
-    step_kernel[(triton.cdiv(V, BV), B * H)](
+    step_kernel[(B * H, triton.cdiv(V, BV))](
         q,
         k,
         u,

@@ -24,8 +24,8 @@ def step_kernel(
     DECAY: tl.constexpr,
 ):
     """One program a head of a sequence and BV value columns; BD >= K·R, so that the state stays in registers."""
-    n = tl.program_id(1).to(tl.int64)
-    ov = tl.program_id(0) * BV + tl.arange(0, BV)
+    n = tl.program_id(0).to(tl.int64)
+    ov = tl.program_id(1) * BV + tl.arange(0, BV)
     f = tl.arange(0, BD)
     exists = f < K * R
     has = ov < V
