@@ -7,7 +7,7 @@ from typing import Any
 STYLE = {  # colours of Okabe and Ito, which the colour-blind can tell apart; markers differ too
     "runningtensor-torch": ("#0072B2", "o", "runningtensor"),
     "transformers-kronecker": ("#D55E00", "s", "transformers, keys multiplied out"),
-    "transformers-kronecker-keeping": ("#E69F00", "D", "the same, malloc keeping memory"),
+    "transformers-kronecker, malloc keeps": ("#CC79A7", "D", "the same, malloc keeps memory"),
     "runningtensor-recurrent": ("#009E73", "^", "step by step"),
 }
 OTHERS = [("#CC79A7", "v"), ("#56B4E9", "P"), ("#000000", "X")]
@@ -69,4 +69,4 @@ def _panel(ax: Any, rows: list[dict[str, str]], styles: dict[str, tuple[str, str
                     ha="right",
                     color=colour,
                 )
-    ax.margins(x=0.12, y=0.1)
+    ax.margins(x=0.17, y=0.1)

@@ -2,9 +2,9 @@
 
 python -m runningtensor.bench.ops [--quick] [--out FOLDER]
 
-Times are taken in rounds, in which each case has its turn: the machine may change its speed within seconds, and a round
-gives all cases the same machine. Memory is that of a fresh process for each case. A case whose results are wrong ends
-the benchmark: its speed means nothing.
+Each case runs in processes of its own. Times are taken in rounds, in which each case has its turn: the machine may change
+its speed within seconds, and a round gives all cases the same machine. A case whose results are wrong ends the
+benchmark: its speed means nothing.
 """
 
 import argparse
@@ -36,8 +36,15 @@ SEED = 0
 TOLERANCE = 1e-4  # relative to the largest entry
 T, LONG = 4096, 16384
 OURS, RECURRENT, PEER = "runningtensor-torch", "runningtensor-recurrent", "transformers-kronecker"
+# The peer's tensors exceed the 32 MiB from which glibc maps memory anew each time, unless told to keep it: then most of
+# its time goes into page faults. This is what its arithmetic costs.
+PEER_KEEPING = "transformers-kronecker, malloc keeps"
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**40), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# glibc raises the size from which it gives memory back at once by what was freed before. Held where it begins, the peak
+# is what was in use.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 Case = tuple[str, int]  # implementation and T
-TARGETS: list[Case] = [(OURS, T), (PEER, T), (RECURRENT, T), (OURS, LONG)]
+TARGETS: list[Case] = [(OURS, T), (PEER, T), (PEER_KEEPING, T), (RECURRENT, T), (OURS, LONG)]
 CURVES: list[Case] = [(OURS, 1024), (OURS, 2048), (OURS, 8192), (PEER, 1024), (PEER, 2048)]
 
 console = Console()
@@ -61,7 +68,7 @@ def peer(q: Tensor, k: Tensor, u: Tensor, r: Tensor, v: Tensor, beta: Tensor) ->
     return rule(φ, κ, v, g=torch.zeros_like(beta), beta=beta, use_qk_l2norm_in_kernel=False)[0]
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {OURS: ours, RECURRENT: recurrent, PEER: peer}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {OURS: ours, RECURRENT: recurrent, PEER: peer, PEER_KEEPING: peer}
 
 
 def make_inputs(length: int) -> tuple[list[Tensor], Tensor]:
@@ -110,16 +117,22 @@ def memory(name: str, length: int) -> None:
     print(extra)
 
 
-def memory_of(case: Case) -> float:
-    """`memory` in a process of its own."""
-    command = [sys.executable, "-m", "runningtensor.bench.ops", "--memory", case[0], str(case[1])]
-    # glibc raises the size from which it gives memory back at once by what was freed before. Held where it begins, the
-    # peak is what was in use.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def clock(name: str, length: int, repetitions: int) -> None:
+    """Prints the milliseconds forward and backward of each repetition, after one to warm up."""
+    inputs, dout = make_inputs(length)
+    for i in range(repetitions + 1):
+        forward, backward, _ = run(name, inputs, dout)
+        if i > 0:
+            print(forward, backward)
+
+
+def in_its_own_process(what: str, case: Case, environment: dict[str, str], *more: str) -> list[list[float]]:
+    """What `memory` or `clock` prints."""
+    command = [sys.executable, "-m", "runningtensor.bench.ops", what, case[0], str(case[1]), *more]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode != 0:
         sys.exit(f"{done.stderr.strip()}\n{case[0]} at T={case[1]} failed; nothing is reported.")
-    return float(done.stdout.splitlines()[-1])
+    return [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
 
 
 def main(out: Path = Path("results/bench"), quick: bool = False) -> None:
@@ -129,19 +142,19 @@ def main(out: Path = Path("results/bench"), quick: bool = False) -> None:
         if find_spec(package) is None:
             console.print(f"{package} is not installed (pip install 'runningtensor\\[bench]'): done without.")
     if find_spec("transformers") is None:
-        cases = [case for case in cases if case[0] != PEER]
+        cases = [case for case in cases if FUNCTIONS[case[0]] is not peer]
     origin = provenance(torch.device("cpu"))
     console.print(f"{origin.device}, {origin.cores} cores, torch {origin.torch}, commit {origin.commit}")
     console.print(f"float32, B{B} H{H}, keys {K} and {R}, V {V}, delta rule, forward and backward")
 
-    extra = {case: memory_of(case) for case in track(cases, "results and memory", console=console)}
-    inputs = {length: make_inputs(length) for _, length in cases}
-    times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
-    turns = [case for _ in range(4 if quick else 8) for case in cases]
-    for i, (name, length) in enumerate(track(turns, "time", console=console)):
-        forward, backward, _ = run(name, *inputs[length])
-        if i >= len(cases):  # the first round warms up
-            times[name, length].append((forward, backward))
+    extra = {
+        case: in_its_own_process("--memory", case, GIVING_BACK)[-1][0]
+        for case in track(cases, "results and memory", console=console)
+    }
+    times: dict[Case, list[list[float]]] = {case: [] for case in cases}
+    for case in track(cases * (2 if quick else 4), "time", console=console):
+        environment = KEEPING if case[0] == PEER_KEEPING else {}
+        times[case] += in_its_own_process("--time", case, environment, "2" if case[0] == RECURRENT else "4")
 
     rows = [
         Row(
@@ -157,7 +170,7 @@ def main(out: Path = Path("results/bench"), quick: bool = False) -> None:
             seed=SEED,
             ms_forward=round(median(forward for forward, _ in times[name, length]), 2),
             ms_backward=round(median(backward for _, backward in times[name, length]), 2),
-            ms_total=round(median(map(sum, times[name, length])), 2),
+            ms_total=round(median(sum(pair) for pair in times[name, length]), 2),
             repetitions=len(times[name, length]),
             extra_peak_mib=round(extra[name, length], 1),
         )
@@ -175,9 +188,9 @@ def main(out: Path = Path("results/bench"), quick: bool = False) -> None:
 
 
 def measurements(rows: list[Row]) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False, caption=f"Medians; ratios are to {OURS} at the same T.")
-    table.add_column("implementation", no_wrap=True)
-    for heading in ("T", "forward\nms", "backward\nms", "both\nms", "\nratio", "extra\nMiB", "\nratio"):
+    table = Table(box=SIMPLE, pad_edge=False, caption=f"Medians; extra peak memory; ratios to {OURS} at the same T.")
+    table.add_column("implementation")
+    for heading in ("T", "fwd ms", "bwd ms", "both", "ratio", "MiB", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: (row.T, row.ms_total)):
         mine = next((other for other in rows if (other.implementation, other.T) == (OURS, row.T)), row)
@@ -218,8 +231,11 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("results/bench"), help="where the CSV and the figure go")
     parser.add_argument("--quick", action="store_true", help="what the targets need, fewer times")
     parser.add_argument("--memory", nargs=2, metavar=("NAME", "T"), help="check one case and print its extra memory")
+    parser.add_argument("--time", nargs=3, metavar=("NAME", "T", "N"), help="print the times of N runs of one case")
     arguments = parser.parse_args()
     if arguments.memory:
         memory(arguments.memory[0], int(arguments.memory[1]))
+    elif arguments.time:
+        clock(arguments.time[0], int(arguments.time[1]), int(arguments.time[2]))
     else:
         main(arguments.out, arguments.quick)

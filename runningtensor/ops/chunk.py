@@ -122,6 +122,10 @@ class Chunks:
         """What the state gives to the next state: times exp(g_C)."""
         return state if self.log_decay is None else state * self.log_decay.sum(-1).exp_()[..., None, None]
 
+    def decay_(self, state: Tensor) -> Tensor:
+        """`total`, in place."""
+        return state if self.log_decay is None else state.mul_(self.log_decay.sum(-1).exp_()[..., None, None])
+
     def within(self, x: Tensor) -> Tensor:
         """What rows give to later rows: times exp(g_i - g_j), in place; of no meaning above the diagonal."""
         if self.log_decay is None:
@@ -201,8 +205,10 @@ def scan(
             recalled = None if S is None else now.before(κ @ S)
             X = inverse[at] @ (now.beta * (now.v if recalled is None else now.v - recalled))
         yield at, now, S, recalled, X
-        if writes:
-            state[:n] = now.advance(S, κ, X)
+        if writes and S is None:
+            torch.bmm(now.after(κ).mT, X, out=state[:n])
+        elif writes:
+            now.decay_(state[:n]).baddbmm_(now.after(κ).mT, X)
 
 
 def replay(
@@ -266,12 +272,16 @@ def backward(
     dO = plan.split(dO, x.v.dtype)
     inverse = None if inverse is None else plan.split(inverse, x.v.dtype)
 
-    X, state = x.v if inverse is None else torch.empty_like(x.v), plan.split_state(initial_state, x)
+    X, recalled = (x.v if inverse is None else torch.empty_like(x.v)), torch.zeros_like(x.v)
+    state = plan.split_state(initial_state, x)
     starts: dict[int, Tensor | None] = {}
-    for i, (at, _, S, _, X_at) in enumerate(scan(x, inverse, steps, state, fresh=initial_state is None, keep=False)):
+    run = scan(x, inverse, steps, state, fresh=initial_state is None, keep=False)
+    for i, (at, _, S, recalled_at, X_at) in enumerate(run):
         if i % stretch == 0:
             starts[i] = None if S is None else S.clone()
         X[at] = X_at
+        if recalled_at is not None:
+            recalled[at] = recalled_at
 
     d = x.map(torch.zeros_like)  # the gradients
     dS = plan.split_state(dfinal, x)
@@ -279,7 +289,8 @@ def backward(
         heard = i < len(steps) - 1 or dfinal is not None  # else dS is zero
         passed_on = i > 0 or initial_state is not None
         rows = None if inverse is None else inverse[at]
-        chunk_backward(x[at], d[at], S, dS[: at.stop - at.start], X[at], dO[at], rows, heard, passed_on)
+        dS_at = dS[: at.stop - at.start]
+        chunk_backward(x[at], d[at], S, dS_at, recalled[at], X[at], dO[at], rows, heard, passed_on)
     return (
         *(plan.join(dy, y) for dy, y in zip((d.q, d.k, d.u, d.r, d.v), inputs[:5], strict=True)),
         None if beta is None else plan.join(d.beta[..., 0], beta),
@@ -293,6 +304,7 @@ def chunk_backward(
     d: Chunks,  # their gradients: added to
     S: Tensor | None,  # before them; None: zero
     dS: Tensor,  # after them on entry, before them on return
+    recalled: Tensor,  # κS
     X: Tensor,
     dO: Tensor,
     inverse: Tensor | None,  # None: additive
@@ -302,7 +314,6 @@ def chunk_backward(
     """The lines of section 5 of README.md, in their order."""
     κ = kron(x.k, x.r) if heard or S is not None else x.k
     P = x.query_gram()
-    recalled = None
 
     dX = P.mT @ dO
     if heard:
@@ -317,27 +328,26 @@ def chunk_backward(
     dP = (dO @ X.mT).tril_()
     crossing = dP * P  # what each row gives to each later row, times its gradient
     if inverse is not None:
-        recalled = None if S is None else x.before(κ @ S)
         A = x.key_gram()
         dL = (Y @ X.mT).tril_(-1).neg_()
-        d.beta[..., 0] = (Y * (x.v if recalled is None else x.v - recalled)).sum(-1) + (dL * A).sum(-1)
+        d.beta[..., 0] = (Y * (x.v - recalled)).sum(-1) + (dL * A).sum(-1)
         dG = dL.mul_(x.beta)
         crossing += dG * A
         add(ungram(x.within(dG), x.k, x.r, x.k, x.r), d.k, d.r, d.k, d.r)
 
-    if heard:
-        add(unkron(x.after(X) @ dS.mT, x.k, x.r), d.k, d.r)
     if S is not None:
         add(unkron(x.before(dO) @ S.mT, x.q, x.u), d.q, d.u)
-        if inverse is not None:
-            add(unkron(x.before(-dE) @ S.mT, x.k, x.r), d.k, d.r)
+    dκ = x.after(X) @ dS.mT if heard else None
+    if S is not None and inverse is not None:
+        dκ = x.before(-dE) @ S.mT if dκ is None else dκ.baddbmm_(x.before(dE), S.mT, alpha=-1)
+    if dκ is not None:
+        add(unkron(dκ, x.k, x.r), d.k, d.r)
 
     if d.log_decay is not None:  # that of row s scales whatever passes from before s to s or later:
         crossing.tril_(-1)  # from row to row,
         d.log_decay.add_(from_here(crossing.sum(-1) - crossing.sum(-2)))
         if S is not None:  # from the state to rows,
-            met = (x.q * d.q).sum(-1)
-            d.log_decay.add_(from_here(met if recalled is None else met - (dE * recalled).sum(-1)))
+            d.log_decay.add_(from_here((x.q * d.q).sum(-1) - (dE * recalled).sum(-1)))
         if heard:  # from rows to the next state,
             d.log_decay[:, 1:] += (X * κdS).sum(-1).cumsum(-1)[:, :-1]
         if heard and S is not None:  # and from the state to the next state.
@@ -345,6 +355,6 @@ def chunk_backward(
     add(ungram(x.within(dP), x.q, x.u, x.k, x.r), d.q, d.u, d.k, d.r)
 
     if passed_on:
-        dS.copy_(x.total(dS)).baddbmm_(kron(x.q, x.u).mT, x.before(dO))
+        x.decay_(dS).baddbmm_(kron(x.q, x.u).mT, x.before(dO))
         if inverse is not None:
             dS.baddbmm_(κ.mT, x.before(dE), alpha=-1)
