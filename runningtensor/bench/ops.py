@@ -2,8 +2,8 @@
 
 python -m runningtensor.bench.ops [--quick] [--out FOLDER]
 
-Each case runs in processes of its own. Times are taken in rounds, in which each case has its turn: the machine may change
-its speed within seconds, and a round gives all cases the same machine. A case whose results are wrong ends the
+Each case runs in processes of its own. Times are taken in rounds, in which each case has its turn: the machine may
+change its speed within seconds, and a round gives all cases the same machine. A case whose results are wrong ends the
 benchmark: its speed means nothing.
 """
 
@@ -89,9 +89,10 @@ def run(name: str, inputs: list[Tensor], dout: Tensor) -> tuple[float, float, li
 
 
 def check(name: str, inputs: list[Tensor], dout: Tensor, results: list[Tensor]) -> None:
-    """Outputs against the float64 recurrence, gradients against ours, which the tests hold to it."""
+    """The first outputs against the float64 recurrence, gradients against ours, which the tests hold to it."""
     with torch.no_grad():
-        truth = recurrent(*(x.double() for x in inputs))
+        truth = recurrent(*(x[:, :1024].double() for x in inputs))
+    results = [results[0][:, :1024], *results[1:]]
     expected = [truth, *run(OURS, inputs, dout)[2][1:]]
     for what, got, want in zip(("outputs", *"qkurv", "beta"), results, expected, strict=True):
         error = float((got - want).abs().max() / want.abs().max())
@@ -152,7 +153,7 @@ def main(out: Path = Path("results/bench"), quick: bool = False) -> None:
         for case in track(cases, "results and memory", console=console)
     }
     times: dict[Case, list[list[float]]] = {case: [] for case in cases}
-    for case in track(cases * (2 if quick else 4), "time", console=console):
+    for case in track(cases * 2, "time", console=console):
         environment = KEEPING if case[0] == PEER_KEEPING else {}
         times[case] += in_its_own_process("--time", case, environment, "2" if case[0] == RECURRENT else "4")
 
