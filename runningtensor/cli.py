@@ -44,7 +44,7 @@ def selfcheck(
     what = torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else "CPU"
     seconds = time.perf_counter() - started
     console.print(
-        f"{table.row_count - wrong} right, {wrong} wrong, on {what} with torch {torch.__version__}, {seconds:.0f} s"
+        f"\n{table.row_count - wrong} right, {wrong} wrong, on {what} with torch {torch.__version__}, {seconds:.0f} s"
     )
     raise typer.Exit(wrong > 0)
 
