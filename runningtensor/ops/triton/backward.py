@@ -132,12 +132,6 @@ def value_products(
 
 
 @triton.jit
-def row_products(a, b, row, inside, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """A Bᵀ [C,C] of two [·,H,V] tensors."""
-    return key_products(a, b, row, inside, V, C, BV, PREC)
-
-
-@triton.jit
 def row_sums(a, b, row, inside, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
     """rowsum(A ⊙ B) [C]."""
     x = tl.zeros([C], tl.float32)
@@ -208,8 +202,8 @@ def gradients_kernel(
     dstates += (m.to(tl.int64) * H + h) * (K * R * V)
 
     # What the rows of the chunk do to each other. Each matrix and its transpose, from scratch.
-    dP = within(row_products(dout, writes, row, inside, V, C, BV, PREC), d, i, False, False, DECAY)
-    dPt = within(row_products(writes, dout, row, inside, V, C, BV, PREC), d, i, True, False, DECAY)
+    dP = within(key_products(dout, writes, row, inside, V, C, BV, PREC), d, i, False, False, DECAY)
+    dPt = within(key_products(writes, dout, row, inside, V, C, BV, PREC), d, i, True, False, DECAY)
     br = load_rows(r, row, inside, R, RP)
     bu = load_rows(u, row, inside, R, RP)
     UR = tl.dot(bu, load_columns(r, row, inside, R, RP), input_precision=PREC)
@@ -224,11 +218,10 @@ def gradients_kernel(
     if DECAY:
         crossing = tl.where(i[:, None] > i[None, :], dP * UR * QK, 0.0)
         dl += tl.sum(crossing, 1) - tl.sum(crossing, 0)
-    tok = toq
     if DELTA:
         b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
-        dL = -within(row_products(solved, writes, row, inside, V, C, BV, PREC), d, i, False, True, DECAY)
-        dLt = -within(row_products(writes, solved, row, inside, V, C, BV, PREC), d, i, True, True, DECAY)
+        dL = -within(key_products(solved, writes, row, inside, V, C, BV, PREC), d, i, False, True, DECAY)
+        dLt = -within(key_products(writes, solved, row, inside, V, C, BV, PREC), d, i, True, True, DECAY)
         RR = tl.dot(br, load_columns(r, row, inside, R, RP), input_precision=PREC)
         KK = key_products(k, k, row, inside, K, C, BK, PREC)
         db = row_sums(solved, v, row, inside, V, C, BV) - row_sums(solved, recalled, row, inside, V, C, BV)

@@ -195,7 +195,7 @@ def local_kernel(
 
 @triton.jit
 def key_products(a, b, row, inside, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
-    """A Bᵀ [C,C], BK columns at a time, so that K may be anything."""
+    """A Bᵀ [C,C] of two [·,H,K] tensors, BK columns at a time, so that K may be anything."""
     G = tl.zeros([C, C], tl.float32)
     for k0 in range(0, K, BK):
         w = k0 + tl.arange(0, BK)

@@ -16,7 +16,6 @@ from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.step import step_kernel
 
-CHUNKS = (64, 32, 16)
 WIDEST_SLAB = 128
 
 
@@ -46,7 +45,6 @@ def power(n: int, least: int = 16) -> int:
 class Shape:
     """What the kernels are compiled for, and the tensors that say where sequences and chunks begin."""
 
-    B: int
     T: int
     H: int
     K: int
@@ -76,7 +74,7 @@ class Shape:
         precision = "ieee" if high else "tf32"
         delta, decay = beta is not None, log_decay is not None
         K, R = k.shape[-1], r.shape[-1]
-        return Shape(B, T, H, K, R, V, chunk, sequences, chunks, cu_seqlens, starts, delta, decay, precision)
+        return Shape(T, H, K, R, V, chunk, sequences, chunks, cu_seqlens, starts, delta, decay, precision)
 
     def sizes(self) -> dict[str, object]:
         """The constants all kernels share."""
