@@ -23,28 +23,33 @@ def selfcheck(
     """Compare every backend on this machine with the float64 recurrence, outputs and gradients."""
     import torch
 
+    from runningtensor.bench.provenance import installed
     from runningtensor.ops import selfcheck as check
 
     torch.set_num_threads(1)  # matrices this small gain nothing from threads, and lose much on a busy machine
+    on = torch.device(device) if device else check.default_device()
     started = time.perf_counter()
     table = Table("backend", "dtype", "state", "error", "limit", "where it is largest", "", box=SIMPLE, pad_edge=False)
     wrong = 0
+    with console.status("") as status:
+        for done, total in check.precompile(check.cases(on), on):
+            status.update(f"compiling kernels: {done} of {total}, {time.perf_counter() - started:.0f} s")
     with Live(table, console=console, refresh_per_second=4, vertical_overflow="visible"):
-        for verdict in check.selfcheck(device):
+        for verdict in check.selfcheck(on):
             wrong += not verdict.right
             table.add_row(
                 verdict.backend,
-                str(verdict.dtype).removeprefix("torch."),
+                verdict.dtype,
                 verdict.shape,
                 f"{verdict.error:.1e}",
                 f"{verdict.limit:.0e}",
                 verdict.worst,
                 "[green]right" if verdict.right else "[bold red]WRONG",
             )
-    what = torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else "CPU"
+    what = f"{torch.cuda.get_device_name(on)}, Triton {installed('triton')}" if on.type == "cuda" else "CPU"
     seconds = time.perf_counter() - started
     console.print(
-        f"\n{table.row_count - wrong} right, {wrong} wrong, on {what} with torch {torch.__version__}, {seconds:.0f} s"
+        f"\n{table.row_count - wrong} right, {wrong} wrong, on {what}, torch {torch.__version__}, {seconds:.0f} s"
     )
     raise typer.Exit(wrong > 0)
 
@@ -52,9 +57,28 @@ def selfcheck(
 @bench.command()
 def ops(
     out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/bench"),
-    quick: Annotated[bool, typer.Option(help="Fewer repetitions.")] = False,
+    quick: Annotated[bool, typer.Option(help="What the targets need only.")] = False,
+    peers: Annotated[bool, typer.Option(help="On a GPU: measure the alternatives too.")] = True,
+    resume: Annotated[bool, typer.Option(help="On a GPU: keep what was measured before of this commit.")] = False,
 ) -> None:
-    """Time and memory of the op, beside what would be used without it."""
-    from runningtensor.bench import ops
+    """Time and memory of the op, beside what would be used without it: on the GPU if there is one, else on the CPU."""
+    import torch
 
-    ops.main(out, quick)
+    if torch.cuda.is_available():
+        from runningtensor.bench import ops_gpu
+
+        ops_gpu.main(out, quick, peers, resume)
+    else:
+        from runningtensor.bench import ops
+
+        ops.main(out, quick)
+
+
+@bench.command()
+def errors(
+    out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = Path("results/bench"),
+) -> None:
+    """Errors of every shape, dtype and rule against the float64 recurrence, beside their bounds."""
+    from runningtensor.bench import errors
+
+    raise typer.Exit(not errors.main(out))

@@ -179,7 +179,7 @@ def main(out: Path = Path("results/bench"), quick: bool = False) -> None:
     ]
     console.print(measurements(rows), verdicts(rows))
     path = out / ("ops_cpu_quick.csv" if quick else "ops_cpu.csv")
-    write(path, rows)
+    write(path, rows, Row)
     console.print(f"Wrote {path}")
     if find_spec("matplotlib") is not None:
         from runningtensor.plots import plot_ops

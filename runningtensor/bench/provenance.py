@@ -1,4 +1,4 @@
-"""One row of results, where it came from, and the CSV it goes into. The columns are the same for every device."""
+"""One row of results, where it came from, and the CSV it goes into."""
 
 import csv
 import os
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +17,7 @@ import torch
 @dataclass(frozen=True)
 class Provenance:
     date: str  # UTC
-    commit: str  # with + if the code had changed since; "unknown" outside git
+    commit: str  # RUNNINGTENSOR_COMMIT if set; else git's, with + if the code had changed since, or "unknown"
     device: str
     cores: int  # that this process may use
     torch: str
@@ -54,12 +55,32 @@ def provenance(device: torch.device) -> Provenance:
     )
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+AnyRow = TypeVar("AnyRow", bound=Provenance)
+
+
+def write(path: Path, rows: Sequence[AnyRow], kind: type[AnyRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer(file, kind).writeheader()
+    append(path, *rows)
+
+
+def append(path: Path, *rows: Provenance) -> None:
+    with path.open("a", newline="") as file:
+        for row in rows:
+            writer(file, type(row)).writerow(asdict(row))
+
+
+def writer(file: Any, kind: type[Provenance]) -> "csv.DictWriter[str]":
+    return csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+
+
+def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
+    """What `write` and `append` wrote; a last line that was cut off is left out."""
+    types: dict[str, Any] = {field.name: field.type for field in fields(kind)}
+    with path.open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if None not in line.values()]
+    return [kind(**{name: types[name](text) for name, text in line.items()}) for line in lines]
 
 
 def installed(package: str) -> str:
@@ -83,6 +104,8 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
+    if named := os.environ.get("RUNNINGTENSOR_COMMIT"):  # where the code was copied to without its .git
+        return named
     package = Path(__file__).parents[1]
 
     def git(*command: str) -> str:

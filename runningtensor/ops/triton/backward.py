@@ -143,6 +143,13 @@ def row_sums(a, b, row, inside, V: tl.constexpr, C: tl.constexpr, BV: tl.constex
     return x
 
 
+@triton.jit
+def log_gradient(met, given, passed, i):
+    """log_decay of row s scales whatever passes from before s to s or later; see chunk.py."""
+    earlier = tl.sum(tl.where(i[:, None] > i[None, :], given[None, :], 0.0), 1)
+    return tl.cumsum(met, 0, reverse=True) + earlier + passed
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def gradients_kernel(
     q,
@@ -289,8 +296,5 @@ def gradients_kernel(
     if DECAY:
         if DELTA:
             met -= row_sums(dv, recalled, row, inside, V, C, BV)
-        # log_decay of row s scales whatever passes from before s to s or later; see chunk.py.
-        dl += met
-        earlier = tl.sum(tl.where(i[:, None] > i[None, :], given[None, :], 0.0), 1)
-        dl = tl.cumsum(dl, 0, reverse=True) + earlier + total * passed
+        dl = log_gradient(dl + met, given, total * passed, i)
         tl.store(dlog + first + row, dl.to(dlog.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
-"""The scan for Hopper GPUs, with the state in registers and κ, φ formed in the operand registers of `wgmma`.
+"""The forward for Hopper GPUs, with the state in registers and κ, φ formed in the operand registers of `wgmma`.
 
 One program of 8 warps runs through a sequence of one head. A product takes 128 rows, so κ and φ of a chunk of 64 tokens
-are stacked (rows 0 to 63 and 64 to 127), and so are the two matrices that follow:
+are stacked (rows 0 to 63 and 64 to 127), and so are the two matrices that follow, M = (I+L)⁻¹:
 
-    [κS; φS] = [κ; φ] S     E = V - κS     [X; PX] = [(I+L)⁻¹β; P(I+L)⁻¹β] E     O = φS + PX     S += κᵀX
+    [κS; φS] = [κ; φ] S     E = β(V - κS)     [X; PX] = [M; PM] E     O = φS + PX     S += κᵀX
 
 Features are taken 16 at a time, a step, which is the depth of one `wgmma`. A step is a base tile (16 of the r, or twice
 8, or 16 of the k) times a multiplier for each half (a k, or the last r): no products of odd widths, no padding but the
@@ -14,8 +14,8 @@ last step's, and one multiplication forms two features. For K = R = 25, with hal
     step  37          r0..r15 · k24                      base T0
     steps 38, 39      k0..k15 · r24, k16..k24 · r24      bases E0, E1
 
-K = R = 24 has the first 36 of these, K = R = 16 steps 0 to 15 alone. `pack_kernel` lays out what a chunk needs:
-multipliers [32,128], bases as rows [128,64] and as columns [64,64], and the stacked matrix [128,64].
+K = R = 24 has the first 36 of these, K = R = 16 steps 0 to 15 alone. A state is some tiles of 8 steps, and is stored so
+for the backward. `pack_kernel` lays out what a chunk needs: multipliers, a row each; bases, a row a token; and PM.
 """
 
 import triton
@@ -31,20 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from runningtensor.ops.triton.forward import decays, double, load_columns, load_rows, locate, sequence, within
 
-# Key widths: (steps with one key, steps, tiles of 8 steps)
-SHAPES = {(16, 16): (16, 16, 2), (24, 24): (24, 36, 5), (25, 25): (24, 40, 5)}
+# Key widths: (steps with one key, steps, tiles of 8 steps, columns of bases, rows of multipliers)
+SHAPES = {(16, 16): (16, 16, 2, 16, 16), (24, 24): (24, 36, 5, 32, 32), (25, 25): (24, 40, 5, 64, 32)}
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name up to Triton 3.6
-
-
-@triton.jit
-def base_tile(k, r, row, inside, c, scale, K: tl.constexpr, R: tl.constexpr):
-    """Bases of the tokens along one dimension, T0 T1 E0 E1 along the other: r0..r23, r16..r23, k."""
-    ir = tl.where(c < 24, c, c - 8)
-    ik = c - 32
-    x = tl.load(r + row * R + ir, mask=inside & (c < 32) & (ir < R), other=0.0)
-    x += tl.load(k + row * K + ik, mask=inside & (c >= 32) & (ik < K), other=0.0)
-    return (x * scale).to(k.dtype.element_ty)
 
 
 @triton.jit
@@ -53,28 +43,52 @@ def pack_side(
     r,
     row,
     inside,
-    before,
-    after,
     multipliers,
-    rows,
-    columns,
     SIDE: tl.constexpr,  # 0: keys, 1: queries
     K: tl.constexpr,
     R: tl.constexpr,
+    BASES: tl.constexpr,
+    FACTORS: tl.constexpr,
 ):
+    """Writes the multipliers of a chunk and returns its bases [64,BASES]."""
+    # Read a token at a time, as they lie in memory, and transposed on chip. K = R.
     i = tl.arange(0, 64)
-    c = tl.arange(0, 64)
-    x = base_tile(k, r, row[:, None], inside[:, None], c[None, :], before[:, None], K, R)
-    tl.store(rows + (SIDE * 64 + i)[:, None] * 64 + c[None, :], x)
-    if SIDE == 0:
-        x = base_tile(k, r, row[None, :], inside[None, :], c[:, None], after[None, :], K, R)
-        tl.store(columns + c[:, None] * 64 + i[None, :], x)
-    f = tl.arange(0, 32)
+    f = tl.arange(0, FACTORS)
     ik = tl.where(f < 26, f, 24)
-    x = tl.load(k + row[None, :] * K + ik[:, None], mask=inside[None, :] & ((f < 28) & (ik < K))[:, None], other=0.0)
-    if R == 25:
-        x += tl.load(r + row[None, :] * R + 24, mask=inside[None, :] & (f >= 28)[:, None], other=0.0)
-    tl.store(multipliers + f[:, None] * 128 + SIDE * 64 + i[None, :], x)
+    column = tl.where(f < 28, k + ik, r + 24)
+    real = tl.where(f < 28, ik < K, R == 25)
+    x = tl.load(column[None, :] + row[:, None] * K, mask=inside[:, None] & real[None, :], other=0.0)
+    tl.store(multipliers + f[:, None] * 128 + SIDE * 64 + i[None, :], tl.trans(x))
+    c = tl.arange(0, BASES)
+    ir = tl.where(c < 24, c, c - 8)
+    column = tl.where(c < 32, r + ir, k + c - 32)
+    real = tl.where(c < 32, ir < R, c - 32 < K)
+    return tl.load(column[None, :] + row[:, None] * K, mask=inside[:, None] & real[None, :], other=0.0)
+
+
+@triton.jit
+def diagonal(k, r, b, d, i, row, inside, K: tl.constexpr, R: tl.constexpr, DECAY: tl.constexpr):
+    """The inverses of the diagonal blocks of I + L [4,16,16]: from blocks of 2, doubling to 4, 8 and 16."""
+    w = tl.arange(0, 32)
+    row = tl.reshape(row, (4, 16))
+    inside = tl.reshape(inside, (4, 16))
+    here, there = inside[:, :, None], inside[:, None, :]
+    x = tl.load(k + row[:, :, None] * K + w[None, None, :], mask=here & (w < K)[None, None, :], other=0.0)
+    y = tl.load(k + row[:, None, :] * K + w[None, :, None], mask=there & (w < K)[None, :, None], other=0.0)
+    L = tl.dot(x, y)
+    x = tl.load(r + row[:, :, None] * R + w[None, None, :], mask=here & (w < R)[None, None, :], other=0.0)
+    y = tl.load(r + row[:, None, :] * R + w[None, :, None], mask=there & (w < R)[None, :, None], other=0.0)
+    L *= tl.dot(x, y) * tl.reshape(b, (4, 16))[:, :, None]
+    j = tl.arange(0, 16)
+    later = j[:, None] > j[None, :]
+    if DECAY:
+        L *= tl.exp(tl.cumsum(tl.where(later, tl.reshape(d, (4, 16))[:, :, None], 0.0), 1))
+    L = tl.where(later, L, 0.0)
+    M = tl.where(j[:, None] == j[None, :], 1.0, 0.0)[None]
+    M -= tl.where((j // 2)[:, None] == (j // 2)[None, :], L, 0.0)
+    M = double(L, M, j, 2, "tf32")
+    M = double(L, M, j, 4, "tf32")
+    return double(L, M, j, 8, "tf32")
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -85,12 +99,13 @@ def pack_kernel(
     r,
     beta,
     log_decay,
-    multipliers,
-    rows,
-    columns,
-    stacked,
-    totals,  # [M·H], exp(g_C)
-    inverse,  # [·,H,C], for the backward
+    multipliers,  # [M,H,FACTORS,128]
+    rows,  # [M,H,128,BASES], times exp(g_t)
+    late,  # DECAY: [M,H,64,BASES], times exp(g_C - g_t)
+    mixed,  # PM, or P without the delta rule [M,H,64,64]
+    scales,  # DECAY: exp(g_t), exp(g_C - g_t) [M,H,2,64] float32
+    gamma,  # GAMMA: exp(g_i - g_j) [M,H,64,64]
+    inverse,  # [·,H,64], written if SOLVE, else read
     cu_seqlens,
     chunk_starts,
     T,
@@ -98,11 +113,15 @@ def pack_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     R: tl.constexpr,
+    BASES: tl.constexpr,
+    FACTORS: tl.constexpr,
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
     PACKED: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GAMMA: tl.constexpr,
 ):
-    """Everything of a chunk that needs no state, laid out for `scan_kernel`. Decays are folded into the bases."""
+    """Everything of a chunk that needs no state. Decays are folded into the bases."""
     m, h = tl.program_id(0), tl.program_id(1)
     start, end, exists = locate(cu_seqlens, chunk_starts, m, T, N, 64, PACKED)
     if not exists:
@@ -113,54 +132,198 @@ def pack_kernel(
     row = i * H
     first = start * H + h
     q, k, u, r = q + first * K, k + first * K, u + first * R, r + first * R
-    d, before, after, total = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
+    d, before, after, _ = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
     at = m.to(tl.int64) * H + h
+    multipliers += at * (FACTORS * 128)
+    c = tl.arange(0, BASES)
+    into = rows + at * (128 * BASES) + i[:, None] * BASES + c[None, :]
+    x = pack_side(k, r, row, inside, multipliers, 0, K, R, BASES, FACTORS)
+    y = pack_side(q, u, row, inside, multipliers, 1, K, R, BASES, FACTORS)
     if DECAY:
-        tl.store(totals + at, total)
-    multipliers, rows = multipliers + at * 4096, rows + at * 8192
-    columns, stacked = columns + at * 4096, stacked + at * 8192
-    pack_side(k, r, row, inside, before, after, multipliers, rows, columns, 0, K, R)
-    pack_side(q, u, row, inside, before, after, multipliers, rows, columns, 1, K, R)
+        tl.store(scales + at * 128 + i, before)
+        tl.store(scales + at * 128 + 64 + i, after)
+        tl.store(late + at * (64 * BASES) + i[:, None] * BASES + c[None, :], (x * after[:, None]).to(dt))
+        x = (x * before[:, None]).to(dt)
+        y = (y * before[:, None]).to(dt)
+    tl.store(into, x)
+    tl.store(into + 64 * BASES, y)
 
     kt = load_columns(k, row, inside, K, 32)
     rt = load_columns(r, row, inside, R, 32)
-    P = tl.dot(load_rows(q, row, inside, K, 32), kt) * tl.dot(load_rows(u, row, inside, R, 32), rt)
-    P = within(P, d, i, False, False, DECAY).to(dt)
-    M = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    if DELTA:
+    saved = first * 64 + row[:, None] * 64 + i[None, :]
+    if SOLVE:
         b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
         L = tl.dot(load_rows(k, row, inside, K, 32), kt) * tl.dot(load_rows(r, row, inside, R, 32), rt)
         L = within(L, d, i, False, True, DECAY) * b[:, None]
-        M -= tl.where((i // 2)[:, None] == (i // 2)[None, :], L, 0.0)
-        M = double(L, M, i, 2, "tf32")
-        M = double(L, M, i, 4, "tf32")
-        M = double(L, M, i, 8, "tf32")
+        M = diagonal(k, r, b, d, i, row, inside, K, R, DECAY)
+        block = tl.arange(0, 4)
+        own = block[:, None, None, None] == block[None, None, :, None]
+        M = tl.reshape(tl.where(own, M[:, :, None, :], 0.0), (64, 64))
         M = double(L, M, i, 16, "tf32")
-        M = double(L, M, i, 32, "tf32")
-        tl.store(inverse + first * 64 + row[:, None] * 64 + i[None, :], M.to(dt), mask=inside[:, None])
-        M *= b[None, :]
-    M = M.to(dt)
-    tl.store(stacked + i[:, None] * 64 + i[None, :], M)
-    tl.store(stacked + (64 + i)[:, None] * 64 + i[None, :], tl.dot(P, M).to(dt))
+        M = double(L, M, i, 32, "tf32").to(dt)
+        tl.store(inverse + saved, M, mask=inside[:, None])
+    P = tl.dot(load_rows(q, row, inside, K, 32), kt) * tl.dot(load_rows(u, row, inside, R, 32), rt)
+    P = within(P, d, i, False, False, DECAY).to(dt)
+    if DELTA:
+        if not SOLVE:
+            M = tl.load(inverse + saved, mask=inside[:, None], other=0.0)
+        P = tl.dot(P, M).to(dt)
+    if GAMMA:
+        G = within(tl.full([64, 64], 1.0, tl.float32), d, i, False, False, DECAY)
+        tl.store(gamma + at * 4096 + i[:, None] * 64 + i[None, :], G.to(dt))
+    tl.store(mixed + at * 4096 + i[:, None] * 64 + i[None, :], P)
+
+
+# A tile of κᵀ as registers hold it: [warp / 2, warp % 2, half of a step, 8 features, 64 tokens].
+TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 8], [0, 0, 0, 0, 16], [0, 0, 0, 0, 32]],
+        [[0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 0, 4, 0]],
+        [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0]],
+        [],
+        [4, 2, 2, 8, 64],
+    )
+)
+# Its bases, which all warps share [16,64]; those of steps 38 and 39 [32,64], one a warp; its multipliers, one a
+# step [8,64] or two [16,64].
+BASE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[0, 0], [0, 0], [0, 0]],
+        [],
+        [16, 64],
+    )
+)
+EDGES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [0, 0], [0, 0]],
+        [],
+        [32, 64],
+    )
+)
+ONE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        [[1, 0], [2, 0], [4, 0]],
+        [],
+        [8, 64],
+    )
+)
+TWO = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        [[2, 0], [4, 0], [8, 0]],
+        [],
+        [16, 64],
+    )
+)
+
+
+@gluon.constexpr_function
+def swizzled(width):
+    """How shared memory holds rows of `width` 16-bit numbers for `wgmma`."""
+    return gl.NVMMASharedLayout(min(2 * width, 128), 16, 2)
+
+
+@gluon.constexpr_function
+def pieces(width, warps):
+    """16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def accumulator(rows, columns, warps):
+    """Of a product of `rows` rows: the warps go along the rows, 64 for every four of them, then along the columns."""
+    down = min(warps, rows // 16)
+    return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, max(columns, 16) * down // warps, 16])
 
 
 @gluon.jit
-def copy_tile(smem, pointer, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """A contiguous tile into shared memory, 16 bytes a thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [8, 1], [1, 0])
+def copy(smem, pointer, stride, left, ROWS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr):
+    """Rows into shared memory, asynchronously; those from `left` on are zero."""
+    layout: gl.constexpr = pieces(COLS, WARPS)
     i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     j = gl.arange(0, COLS, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(smem, pointer + i[:, None] * COLS + j[None, :])
+    async_copy.async_copy_global_to_shared(smem, pointer + i[:, None] * stride + j[None, :], mask=(i < left)[:, None])
 
 
 @gluon.jit
-def copy_chunk(at, stage, multipliers, rows, columns, stacked, m_s, r_s, c_s, w_s):
+def copy_chunk(
+    arrays,
+    shared,
+    stage,
+    at,
+    first,
+    left,
+    H: gl.constexpr,
+    BASES: gl.constexpr,
+    FACTORS: gl.constexpr,
+    DELTA: gl.constexpr,
+    DECAY: gl.constexpr,
+):
+    """All a scan needs of chunk and head `at`, whose first row is `first`: the multipliers, the bases, [M; PM]."""
+    multipliers, rows, late, mixed, inverse = arrays
+    m_s, r_s, l_s, w_s = shared
     at = at.to(gl.int64)
-    copy_tile(m_s.index(stage), multipliers + at * 4096, 32, 128)
-    copy_tile(r_s.index(stage), rows + at * 8192, 128, 64)
-    copy_tile(c_s.index(stage), columns + at * 4096, 64, 64)
-    copy_tile(w_s.index(stage), stacked + at * 8192, 128, 64)
-    async_copy.commit_group()
+    copy(m_s.index(stage), multipliers + at * (FACTORS * 128), 128, FACTORS, FACTORS, 128, 8)
+    copy(r_s.index(stage), rows + at * (128 * BASES), BASES, 128, 128, BASES, 8)
+    if DECAY:
+        copy(l_s.index(stage), late + at * (64 * BASES), BASES, 64, 64, BASES, 8)
+    if DELTA:
+        copy(w_s.index(stage).slice(0, 64, 0), inverse + first * 64, H * 64, left, 64, 64, 8)
+    copy(w_s.index(stage).slice(64, 64, 0), mixed + at * 4096, 64, 64, 64, 64, 8)
+
+
+@gluon.jit
+def row_step(T0, bases, lines, line, j: gl.constexpr, EACH: gl.constexpr, ONES: gl.constexpr, left: gl.constexpr):
+    """Step j of κ [rows,16]. A multiplier is every EACH-th of the lines."""
+    if j < ONES:
+        return T0 * lines.index(line + EACH * j).load(gl.SliceLayout(1, left))[:, None]
+    else:
+        x = lines.index(line + EACH * (2 * (j - ONES))).load(gl.SliceLayout(1, left))
+        y = lines.index(line + EACH * (2 * (j - ONES) + 1)).load(gl.SliceLayout(1, left))
+        col = gl.arange(0, 16, gl.SliceLayout(0, left))
+        multiplier = gl.where((col < 8)[None, :], x[:, None], y[:, None])
+        if j == 37:
+            return T0 * multiplier
+        else:
+            base = bases.slice(16 if j < 37 else 16 * (j - 36), 16, 1).load(left)
+            return base * multiplier
+
+
+@gluon.jit
+def column_base(bases, START: gl.constexpr):
+    """16 of the bases [tokens,BASES], as a tile has them."""
+    x = bases.slice(START, 16, 1).permute((1, 0)).load(BASE).reshape([2, 8, 64])
+    x = gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
+    return gl.expand_dims(gl.expand_dims(x, 0), 1)
+
+
+@gluon.jit
+def column_tile(b0, b1, bases, keys, i: gl.constexpr, K: gl.constexpr, ONES: gl.constexpr, left: gl.constexpr):
+    """Tile i of κᵀ [128,64]."""
+    if i * 8 < ONES:
+        x = keys.slice(i * 8, 8, 0).load(ONE).reshape([4, 2, 64])
+        x = gl.convert_layout(x, gl.SliceLayout(2, gl.SliceLayout(3, TILE)))
+        A = b0 * gl.expand_dims(gl.expand_dims(x, 2), 3)
+    else:
+        x = keys.slice(i * 16 - 2 * ONES, 16, 0).load(TWO).reshape([4, 2, 2, 64])
+        x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(3, TILE)), 3)
+        b = b1
+        if i == 4 and K == 25:
+            e = bases.slice(32, 32, 1).permute((1, 0)).load(EDGES).reshape([2, 2, 8, 64])
+            e = gl.expand_dims(gl.convert_layout(e, gl.SliceLayout(0, TILE)), 0)
+            high = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, TILE)))))
+            low = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, TILE)))))
+            warp = gl.expand_dims(gl.expand_dims(gl.expand_dims(high[:, None] * 2 + low[None, :], 2), 3), 4)
+            b = gl.where(warp < 5, b1, gl.where(warp == 5, b0, e))
+        A = b * x
+    return gl.convert_layout(A.reshape([128, 64]), left)
 
 
 @gluon.jit
@@ -179,20 +342,69 @@ def feature(row, TILE: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONES: gl.
         return k * R + r, k < K
 
 
+@gluon.jit
+def save(states, s_s, V: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr):
+    """The state as shared memory has it, tile by tile."""
+    layout: gl.constexpr = pieces(WIDTH, 8)
+    i = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    j = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    for tile in gl.static_range(TILES):
+        gl.store(states + (tile * 128 + i)[:, None] * V + j[None, :], s_s.index(tile).load(layout))
+
+
+@gluon.jit
+def identity(w_s):
+    """M without the delta rule."""
+    layout: gl.constexpr = pieces(64, 8)
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    j = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    w_s.store(gl.where(i[:, None] == j[None, :], 1.0, 0.0).to(w_s.dtype))
+
+
+@gluon.jit
+def begin(
+    state,
+    s_s,
+    o,
+    t,
+    mma: gl.constexpr,
+    GIVEN: gl.constexpr,
+    K: gl.constexpr,
+    R: gl.constexpr,
+    V: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ONES: gl.constexpr,
+    STEPS: gl.constexpr,
+    TILES: gl.constexpr,
+):
+    """The tiles of a state [K·R,V] in float32, or zeros: in registers, and rounded in shared memory."""
+    S = ()
+    for i in gl.static_range(TILES):
+        s = gl.zeros([128, WIDTH], gl.float32, mma)
+        if GIVEN:
+            f, real = feature(t, i, K, R, ONES, STEPS)
+            s = gl.load(state + f[:, None] * V + o[None, :], mask=real[:, None], other=0.0)
+        s_s.index(i).store(s.to(s_s.dtype))
+        S = S + (s,)
+    return S
+
+
 @gluon.jit(do_not_specialize=["T"])
 def scan_kernel(
     multipliers,
     rows,
-    columns,
-    stacked,
-    totals,
+    late,
+    mixed,
+    scales,
+    inverse,
     v,
+    beta,
     initial,  # [N,H,K·R,V] float32
     final,  # the same
     out,
-    states,  # [M,H,K·R,V], the state before each chunk
-    recalled,  # κS [·,H,V]
-    writes,  # X [·,H,V]
+    states,  # SAVE: [M,H,TILES·128,V], the state before each chunk
+    recalled,  # SAVE: κS [·,H,V]
+    writes,  # SAVE: X [·,H,V]
     cu_seqlens,
     chunk_starts,
     T,
@@ -205,6 +417,8 @@ def scan_kernel(
     ONES: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
+    BASES: gl.constexpr,
+    FACTORS: gl.constexpr,
     DELTA: gl.constexpr,
     DECAY: gl.constexpr,
     PACKED: gl.constexpr,
@@ -214,51 +428,11 @@ def scan_kernel(
     SAVE: gl.constexpr,
 ):
     dt: gl.constexpr = v.dtype.element_ty
-    mma1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, V1, 16])
-    mma2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, V2 if V2 > 0 else 16, 16])
+    W2: gl.constexpr = V2 if V2 > 0 else 16
+    mma1: gl.constexpr = accumulator(128, V1, 8)
+    mma2: gl.constexpr = accumulator(128, V2, 8)
     left1: gl.constexpr = gl.DotOperandLayout(0, mma1, 2)
     left2: gl.constexpr = gl.DotOperandLayout(0, mma2, 2)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    wide1: gl.constexpr = gl.NVMMASharedLayout(2 * V1 if V1 < 64 else 128, 16, 2)
-    wide2: gl.constexpr = gl.NVMMASharedLayout(2 * V2 if V2 > 0 else 32, 16, 2)
-    # A tile of κᵀ as registers hold it: [warp / 2, warp % 2, half of a step, 8 features, 64 tokens].
-    tile: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 8], [0, 0, 0, 0, 16], [0, 0, 0, 0, 32]],
-        [[0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 0, 4, 0]],
-        [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0]],
-        [],
-        [4, 2, 2, 8, 64],
-    )
-    # Its bases, which all warps share [16,64]; those of steps 38 and 39 [32,64], one a warp; its multipliers, one a
-    # step [8,64] or two [16,64].
-    base: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]],
-        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[0, 0], [0, 0], [0, 0]],
-        [],
-        [16, 64],
-    )
-    edges: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]],
-        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [0, 0], [0, 0]],
-        [],
-        [32, 64],
-    )
-    one: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32]],
-        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
-        [[1, 0], [2, 0], [4, 0]],
-        [],
-        [8, 64],
-    )
-    two: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [1, 0], [0, 8], [0, 16], [0, 32]],
-        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
-        [[2, 0], [4, 0], [8, 0]],
-        [],
-        [16, 64],
-    )
 
     seq, h = gl.program_id(0) // H, gl.program_id(0) % H
     start, end, chunk = sequence(cu_seqlens, chunk_starts, seq, T, 64, PACKED)
@@ -266,55 +440,46 @@ def scan_kernel(
     t1 = gl.arange(0, 128, gl.SliceLayout(1, mma1))
     t2 = gl.arange(0, 128, gl.SliceLayout(1, mma2))
     o1 = gl.program_id(1) * (V1 + V2) + gl.arange(0, V1, gl.SliceLayout(0, mma1))
-    o2 = gl.program_id(1) * (V1 + V2) + V1 + gl.arange(0, V2 if V2 > 0 else 16, gl.SliceLayout(0, mma2))
-    col = gl.arange(0, 16, gl.SliceLayout(0, left1))
-    wh = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, tile)))))
-    wl = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, tile)))))
-    warp = gl.expand_dims(gl.expand_dims(gl.expand_dims(wh[:, None] * 2 + wl[None, :], 2), 3), 4)
+    o2 = gl.program_id(1) * (V1 + V2) + V1 + gl.arange(0, W2, gl.SliceLayout(0, mma2))
 
-    flat: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [0])
-    m_s = gl.allocate_shared_memory(dt, [2, 32, 128], flat)
-    m_lines = m_s._reinterpret(dt, [64, 128], line)
-    r_s = gl.allocate_shared_memory(dt, [2, 128, 64], swizzled)
-    c_s = gl.allocate_shared_memory(dt, [2, 64, 64], swizzled)
-    w_s = gl.allocate_shared_memory(dt, [2, 128, 64], swizzled)
-    s1_s = gl.allocate_shared_memory(dt, [TILES, 128, V1], wide1)
-    x1_s = gl.allocate_shared_memory(dt, [128, V1], wide1)
+    m_s = gl.allocate_shared_memory(dt, [2, FACTORS, 128], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+    lines = m_s._reinterpret(dt, [2 * FACTORS, 128], gl.SwizzledSharedLayout(8, 1, 1, [0]))
+    r_s = gl.allocate_shared_memory(dt, [2, 128, BASES], swizzled(BASES))
+    l_s = gl.allocate_shared_memory(dt, [2, 64, BASES], swizzled(BASES)) if DECAY else r_s
+    w_s = gl.allocate_shared_memory(dt, [2, 128, 64], swizzled(64))
+    s1_s = gl.allocate_shared_memory(dt, [TILES, 128, V1], swizzled(V1))
+    x1_s = gl.allocate_shared_memory(dt, [128, V1], swizzled(V1))
     if V2 > 0:
-        s2_s = gl.allocate_shared_memory(dt, [TILES, 128, V2], wide2)
-        x2_s = gl.allocate_shared_memory(dt, [128, V2], wide2)
+        s2_s = gl.allocate_shared_memory(dt, [TILES, 128, V2], swizzled(V2))
+        x2_s = gl.allocate_shared_memory(dt, [128, V2], swizzled(V2))
+    if not DELTA:
+        identity(w_s.index(0).slice(0, 64, 0))
+        identity(w_s.index(1).slice(0, 64, 0))
 
-    S1 = ()
-    S2 = ()
     place = (seq * H + h).to(gl.int64) * (K * R * V)
-    for i in gl.static_range(TILES):
-        s = gl.zeros([128, V1], gl.float32, mma1)
-        if INITIAL:
-            f, real = feature(t1, i, K, R, ONES, STEPS)
-            s = gl.load(initial + place + f[:, None] * V + o1[None, :], mask=real[:, None], other=0.0)
-        s1_s.index(i).store(s.to(dt))
-        S1 = S1 + (s,)
-        if V2 > 0:
-            s = gl.zeros([128, V2], gl.float32, mma2)
-            if INITIAL:
-                f, real = feature(t2, i, K, R, ONES, STEPS)
-                s = gl.load(initial + place + f[:, None] * V + o2[None, :], mask=real[:, None], other=0.0)
-            s2_s.index(i).store(s.to(dt))
-            S2 = S2 + (s,)
+    S1 = begin(initial + place if INITIAL else initial, s1_s, o1, t1, mma1, INITIAL, K, R, V, V1, ONES, STEPS, TILES)
+    S2 = ()
+    if V2 > 0:
+        S2 = begin(
+            initial + place if INITIAL else initial, s2_s, o2, t2, mma2, INITIAL, K, R, V, V2, ONES, STEPS, TILES
+        )
 
+    arrays = (multipliers, rows, late, mixed, inverse)
+    shared = (m_s, r_s, l_s, w_s)
     if chunks > 0:
-        copy_chunk(chunk * H + h, 0, multipliers, rows, columns, stacked, m_s, r_s, c_s, w_s)
+        copy_chunk(arrays, shared, 0, chunk * H + h, start * H + h, end - start, H, BASES, FACTORS, DELTA, DECAY)
+    async_copy.commit_group()
     for n in range(0, chunks):
         now = n % 2
         at = (chunk + n) * H + h
+        first = (start + n * 64) * H + h
+        left = end - start - n * 64  # tokens from here on
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
         if n + 1 < chunks:
-            copy_chunk(at + H, 1 - now, multipliers, rows, columns, stacked, m_s, r_s, c_s, w_s)
-        first = (start + n * 64) * H + h
-        left = end - start - n * 64  # tokens from here on
+            copy_chunk(arrays, shared, 1 - now, at + H, first + 64 * H, left - 64, H, BASES, FACTORS, DELTA, DECAY)
+        async_copy.commit_group()
         at1 = first * V + (t1 % 64)[:, None] * (H * V) + o1[None, :]
         is_key1 = ((t1 < 64) & (t1 < left))[:, None]
         is_query1 = ((t1 >= 64) & (t1 - 64 < left))[:, None]
@@ -324,25 +489,18 @@ def scan_kernel(
             is_key2 = ((t2 < 64) & (t2 < left))[:, None]
             is_query2 = ((t2 >= 64) & (t2 - 64 < left))[:, None]
             value2 = gl.load(v + at2, mask=is_key2, other=0.0)
+        if SAVE:
+            into = states + at.to(gl.int64) * (TILES * 128 * V) + gl.program_id(1) * (V1 + V2)
+            save(into, s1_s, V, V1, TILES)
+            if V2 > 0:
+                save(into + V1, s2_s, V, V2, TILES)
 
         # [κS; φS]
-        bases = r_s.index(now)
-        T0 = bases.slice(0, 16, 1).load(left1)
+        T0 = r_s.index(now).slice(0, 16, 1).load(left1)
         a1 = gl.zeros([128, V1], gl.float32, mma1)
-        a2 = gl.zeros([128, V2 if V2 > 0 else 16], gl.float32, mma2)
+        a2 = gl.zeros([128, W2], gl.float32, mma2)
         for j in gl.static_range(STEPS):
-            if j < ONES:
-                A = T0 * m_lines.index(now * 32 + j).load(gl.SliceLayout(1, left1))[:, None]
-            else:
-                x = m_lines.index(now * 32 + 2 * (j - ONES)).load(gl.SliceLayout(1, left1))
-                y = m_lines.index(now * 32 + 2 * (j - ONES) + 1).load(gl.SliceLayout(1, left1))
-                if j < 37:
-                    B = bases.slice(16, 16, 1).load(left1)
-                elif j == 37:
-                    B = T0
-                else:
-                    B = bases.slice(16 * (j - 36), 16, 1).load(left1)
-                A = B * gl.where((col < 8)[None, :], x[:, None], y[:, None])
+            A = row_step(T0, r_s.index(now), lines, now * FACTORS, j, 1, ONES, left1)
             a1 = warpgroup_mma(A, s1_s.index(j // 8).slice(j % 8 * 16, 16, 0), a1, is_async=True)
             if V2 > 0:
                 A2 = gl.convert_layout(A, left2)
@@ -355,20 +513,22 @@ def scan_kernel(
         if SAVE:
             gl.store(recalled + at1, a1.to(dt), mask=is_key1)
         if DELTA:
-            x1_s.store((value1 - a1).to(dt))
+            b = gl.load(beta + first + t1 * H, mask=(t1 < 64) & (t1 < left), other=0.0).to(gl.float32)
+            x1_s.store(((value1 - a1) * b[:, None]).to(dt))
         else:
             x1_s.store(value1)
         if V2 > 0:
             if SAVE:
                 gl.store(recalled + at2, a2.to(dt), mask=is_key2)
             if DELTA:
-                x2_s.store((value2 - a2).to(dt))
+                b = gl.convert_layout(b, gl.SliceLayout(1, mma2))
+                x2_s.store(((value2 - a2) * b[:, None]).to(dt))
             else:
                 x2_s.store(value2)
         fence_async_shared()
         barrier()
         z1 = gl.zeros([128, V1], gl.float32, mma1)
-        z2 = gl.zeros([128, V2 if V2 > 0 else 16], gl.float32, mma2)
+        z2 = gl.zeros([128, W2], gl.float32, mma2)
         z1 = warpgroup_mma(w_s.index(now), x1_s.slice(0, 64, 0), z1, is_async=True)
         if V2 > 0:
             z2 = warpgroup_mma(w_s.index(now), x2_s.slice(0, 64, 0), z2, is_async=True)
@@ -391,41 +551,17 @@ def scan_kernel(
         # S += κᵀ X
         total = 1.0
         if DECAY:
-            total = gl.load(totals + at)
-        bases = c_s.index(now)
+            total = gl.load(scales + at.to(gl.int64) * 128 + 63)
+        bases = (l_s if DECAY else r_s).index(now).slice(0, 64, 0)
         keys = m_s.index(now).slice(0, 64, 1)
-        shared: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, tile))
-        b0 = gl.convert_layout(bases.slice(0, 16, 0).load(base).reshape([2, 8, 64]), shared)
-        b0 = gl.expand_dims(gl.expand_dims(b0, 0), 1)
-        b1 = gl.convert_layout(bases.slice(16, 16, 0).load(base).reshape([2, 8, 64]), shared)
-        b1 = gl.expand_dims(gl.expand_dims(b1, 0), 1)
+        b0 = column_base(bases, 0)
+        b1 = column_base(bases, 16) if BASES > 16 else b0
         N1 = ()
         N2 = ()
         for i in gl.static_range(TILES):
-            if i * 8 < ONES:
-                x = keys.slice(i * 8, 8, 0).load(one).reshape([4, 2, 64])
-                x = gl.convert_layout(x, gl.SliceLayout(2, gl.SliceLayout(3, tile)))
-                A = b0 * gl.expand_dims(gl.expand_dims(x, 2), 3)
-            else:
-                x = keys.slice(i * 16 - 2 * ONES, 16, 0).load(two).reshape([4, 2, 2, 64])
-                x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(3, tile)), 3)
-                b = b1
-                if i == 4 and K == 25:
-                    e = bases.slice(32, 32, 0).load(edges).reshape([2, 2, 8, 64])
-                    e = gl.expand_dims(gl.convert_layout(e, gl.SliceLayout(0, tile)), 0)
-                    b = gl.where(warp < 5, b1, gl.where(warp == 5, b0, e))
-                A = b * x
-            A = gl.convert_layout(A.reshape([128, 64]), left1)
-            if SAVE:
-                f, real = feature(t1, i, K, R, ONES, STEPS)
-                into = states + at.to(gl.int64) * (K * R * V) + f[:, None] * V + o1[None, :]
-                gl.store(into, S1[i].to(dt), mask=real[:, None])
+            A = column_tile(b0, b1, bases, keys, i, K, ONES, left1)
             s1 = warpgroup_mma(A, x1_s.slice(0, 64, 0), S1[i] * total if DECAY else S1[i], is_async=True)
             if V2 > 0:
-                if SAVE:
-                    f, real = feature(t2, i, K, R, ONES, STEPS)
-                    into = states + at.to(gl.int64) * (K * R * V) + f[:, None] * V + o2[None, :]
-                    gl.store(into, S2[i].to(dt), mask=real[:, None])
                 A2 = gl.convert_layout(A, left2)
                 s2 = warpgroup_mma(A2, x2_s.slice(0, 64, 0), S2[i] * total if DECAY else S2[i], is_async=True)
                 s1, s2 = warpgroup_mma_wait(0, [s1, s2])

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper
+from runningtensor.ops.triton import hopper, hopper_backward
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.step import step_kernel
@@ -37,7 +37,8 @@ def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) ->
     return None
 
 
-def power(n: int, least: int = 16) -> int:
+def power(n: int, least: int = 32) -> int:
+    # Products of 16 columns read out of bounds on Hopper with Triton before 3.7.1.
     return max(least, triton.next_power_of_2(n))
 
 
@@ -108,7 +109,8 @@ def forward(
     if on_hopper(x, v):
         inverse = v.new_empty(*v.shape[:3], x.C) if x.delta else None
         state = v.new_empty(x.sequences, x.H, x.K, x.R, x.V, dtype=torch.float32) if keep else None
-        scan_on_hopper(inputs, x, initial_state, inverse, final=state, out=out)
+        packed = pack(inputs, x, inverse)
+        scan_on_hopper(packed, inputs, x, initial_state, inverse, final=state, out=out)
         return out, state, inverse
     inverse = invert(inputs, x) if x.delta else None
     state = start_state(initial_state, x, v)
@@ -123,7 +125,62 @@ def on_hopper(x: Shape, v: Tensor) -> bool:
     return (x.K, x.R) in hopper.SHAPES and x.V % 16 == 0 and x.C == 64 and v.dtype != torch.float32
 
 
+@dataclass(frozen=True)
+class Packed:
+    """What the scans of hopper.py need of every chunk, laid out by `pack_kernel`, and how they are launched."""
+
+    arrays: tuple[Tensor | None, ...]  # multipliers, bases, late bases, PM, scales
+    gamma: Tensor | None
+    where: tuple[object, ...]
+    constants: dict[str, int]
+    grid: tuple[int, int]
+
+
+def value_blocks(V: int, most: int) -> tuple[int, int]:
+    return next((a, b) for a, b in ((64, 0), (32, 16), (32, 0), (16, 0)) if V % (a + b) == 0 and a + b <= most)
+
+
+def pack(inputs: Inputs, x: Shape, inverse: Tensor | None, backward: bool = False) -> Packed:
+    q, k, u, r, v, beta, log_decay = inputs
+    ones, steps, tiles, bases, factors = hopper.SHAPES[x.K, x.R]
+    shared: dict[str, int] = dict(H=x.H, K=x.K, R=x.R, BASES=bases, FACTORS=factors)
+    shared |= dict(DELTA=x.delta, DECAY=x.decay, PACKED=x.cu_seqlens is not None)
+    arrays = (
+        v.new_empty(x.chunks, x.H, factors, 128),
+        v.new_empty(x.chunks, x.H, 128, bases),
+        v.new_empty(x.chunks, x.H, 64, bases) if x.decay else None,
+        v.new_empty(x.chunks, x.H, 64, 64),
+        v.new_empty(x.chunks, x.H, 2, 64, dtype=torch.float32) if x.decay else None,
+    )
+    gamma = v.new_empty(x.chunks, x.H, 64, 64) if x.decay and backward else None
+    where = (x.cu_seqlens, x.chunk_starts, x.T)
+    hopper.pack_kernel[(x.chunks, x.H)](
+        q,
+        k,
+        u,
+        r,
+        beta,
+        log_decay,
+        *arrays,
+        gamma,
+        inverse,
+        *where,
+        x.sequences,
+        SOLVE=x.delta and not backward,
+        GAMMA=gamma is not None,
+        num_warps=4,
+        num_stages=1,
+        **shared,
+    )
+    # Value columns a program: as many as the registers hold, or fewer, to fill the GPU with few sequences and heads.
+    few = 2 * x.sequences * x.H <= torch.cuda.get_device_properties(v.device).multi_processor_count
+    V1, V2 = value_blocks(x.V, 16 if few else 240 // tiles)
+    shared |= dict(V=x.V, V1=V1, V2=V2, ONES=ones, STEPS=steps, TILES=tiles, num_warps=8)
+    return Packed(arrays, gamma, where, shared, (x.sequences * x.H, x.V // (V1 + V2)))
+
+
 def scan_on_hopper(
+    packed: Packed,
     inputs: Inputs,
     x: Shape,
     initial: Tensor | None,
@@ -134,56 +191,23 @@ def scan_on_hopper(
     recalled: Tensor | None = None,
     writes: Tensor | None = None,
 ) -> None:
-    q, k, u, r, v, beta, log_decay = inputs
-    # What a chunk needs, laid out by one kernel for the other.
-    laid_out = [v.new_empty(x.chunks, x.H, *shape) for shape in ((32, 128), (128, 64), (64, 64), (128, 64))]
-    totals = v.new_empty(x.chunks, x.H, dtype=torch.float32) if x.decay else None
-    shared = dict(H=x.H, K=x.K, R=x.R, DELTA=x.delta, DECAY=x.decay, PACKED=x.cu_seqlens is not None)
-    where = (x.cu_seqlens, x.chunk_starts, x.T)
-    hopper.pack_kernel[(x.chunks, x.H)](
-        q,
-        k,
-        u,
-        r,
-        beta,
-        log_decay,
-        *laid_out,
-        totals,
+    hopper.scan_kernel[packed.grid](
+        *packed.arrays,
         inverse,
-        *where,
-        x.sequences,
-        num_warps=4,
-        num_stages=1,
-        **shared,
-    )
-    ones, steps, tiles = hopper.SHAPES[x.K, x.R]
-    # Value columns a program: as many as the registers hold, or fewer, to fill the GPU with few sequences and heads.
-    few = 2 * x.sequences * x.H <= torch.cuda.get_device_properties(v.device).multi_processor_count
-    widest = 16 if few else 240 // tiles
-    V1, V2 = next((a, b) for a, b in ((64, 0), (32, 16), (32, 0), (16, 0)) if x.V % (a + b) == 0 and a + b <= widest)
-    hopper.scan_kernel[(x.sequences * x.H, x.V // (V1 + V2))](
-        *laid_out,
-        totals,
-        v,
+        inputs[4],
+        inputs[5],
         None if initial is None else initial.contiguous(),
         final,
         out,
         states,
         recalled,
         writes,
-        *where,
-        V=x.V,
-        V1=V1,
-        V2=V2,
-        ONES=ones,
-        STEPS=steps,
-        TILES=tiles,
+        *packed.where,
         INITIAL=initial is not None,
         FINAL=final is not None,
         OUT=out is not None,
         SAVE=states is not None,
-        num_warps=8,
-        **shared,
+        **packed.constants,
     )
 
 
@@ -255,18 +279,17 @@ def backward(
     q, k, u, r, v, beta, log_decay = inputs
     dout = dout.contiguous()
     x = Shape.make(inputs, cu_seqlens, chunk)
+    dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
+    dbeta, dlog = (None if y is None else torch.empty_like(y) for y in (beta, log_decay))
+    if on_hopper(x, v):
+        gradients = [dq, dk, du, dr, dv, dbeta, dlog]
+        dstate = backward_on_hopper(dout, dfinal, inputs, initial_state, inverse, x, gradients)
+        return dq.to(given[0]), dk.to(given[1]), du, dr, dv, dbeta, dlog, dstate
     states = v.new_empty(x.chunks, x.H, x.K * x.R, x.V)
     dstates = torch.empty_like(states)
     recalled, writes, solved = (torch.empty_like(v) for _ in range(3))
-    saved = dict(states=states, recalled=recalled, writes=writes)
-    if on_hopper(x, v):
-        scan_on_hopper(inputs, x, initial_state, inverse, **saved)
-    else:
-        scan(inputs, x, start_state(initial_state, x, v), inverse, **saved)
-
+    scan(inputs, x, start_state(initial_state, x, v), inverse, states=states, recalled=recalled, writes=writes)
     dstate = start_state(dfinal, x, v)
-    dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
-    dbeta, dlog = (None if y is None else torch.empty_like(y) for y in (beta, log_decay))
     BV = min(64, power(x.V))
     reverse_kernel[(x.sequences * x.H, triton.cdiv(x.V, BV))](
         q,
@@ -316,6 +339,94 @@ def backward(
         **slabs,
     )
     return dq.to(given[0]), dk.to(given[1]), du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
+
+
+def backward_on_hopper(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    inputs: Inputs,
+    initial_state: Tensor | None,
+    inverse: Tensor | None,
+    x: Shape,
+    gradients: list[Tensor | None],
+) -> Tensor | None:
+    """Fills the gradients of the inputs and returns that of the initial state."""
+    q, k, u, r, v, beta, log_decay = inputs
+    dq, dk, du, dr, dv, dbeta, dlog = gradients
+    packed = pack(inputs, x, inverse, backward=True)
+    states = v.new_empty(x.chunks, x.H, packed.constants["TILES"] * 128, x.V)
+    recalled, writes = torch.empty_like(v), torch.empty_like(v)
+    solved = torch.empty_like(v) if x.delta else None
+    given = torch.empty_like(v) if x.decay else None
+    scan_on_hopper(packed, inputs, x, initial_state, inverse, states=states, recalled=recalled, writes=writes)
+    dstates = torch.empty_like(states)
+    dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+    hopper_backward.reverse_kernel[packed.grid](
+        *packed.arrays,
+        inverse,
+        beta,
+        dout,
+        None if dfinal is None else dfinal.contiguous(),
+        dinitial,
+        dstates,
+        solved,
+        given,
+        dv,
+        *packed.where,
+        FINAL=dfinal is not None,
+        INITIAL=dinitial is not None,
+        **packed.constants,
+    )
+    multipliers, scales = packed.arrays[0], packed.arrays[-1]
+    names = ("H", "K", "R", "V", "ONES", "TILES", "FACTORS", "DELTA", "DECAY", "PACKED")
+    constants = {name: packed.constants[name] for name in names}
+    constants["V1"], constants["V2"] = value_blocks(x.V, 64)
+    lines = [None if log_decay is None else torch.empty_like(log_decay, dtype=torch.float32) for _ in range(3)]
+    met_keys, met_queries, gave = lines
+    passed = v.new_empty(x.chunks, x.H, dtype=torch.float32) if x.decay else None
+    for keys, outputs in ((True, (dk, dr, dbeta, met_keys)), (False, (dq, du, None, met_queries))):
+        hopper_backward.gradients_kernel[(x.chunks, x.H)](
+            q,
+            k,
+            u,
+            r,
+            v,
+            beta,
+            multipliers,
+            packed.gamma,
+            scales,
+            dout,
+            states,
+            dstates,
+            recalled,
+            writes,
+            solved,
+            given,
+            dv,
+            *outputs,
+            gave,
+            passed,
+            *packed.where,
+            x.sequences,
+            KEYS=keys,
+            num_warps=4,
+            **constants,
+        )
+    if dlog is not None:
+        hopper_backward.decay_kernel[(x.chunks, x.H)](
+            met_keys,
+            met_queries,
+            gave,
+            passed,
+            scales,
+            dlog,
+            *packed.where,
+            x.sequences,
+            H=x.H,
+            PACKED=constants["PACKED"],
+            num_warps=1,
+        )
+    return dinitial
 
 
 def step(

@@ -1,0 +1,613 @@
+"""Time and memory of the op on this machine's NVIDIA GPU, beside other ways to mix tokens.
+
+python -m runningtensor.bench.ops_gpu [--quick] [--no-peers] [--resume] [--report] [--out FOLDER]
+
+Each implementation is timed in a process of its own, alone on the GPU; one that fails is shown with its reason and
+stops nothing. What has been measured is in `ops_gpu.partial.csv` at once: a run that was cut off can be resumed.
+
+The peers (pip install flash-linear-attention==0.6.0 retention==1.0.7) try hundreds of variants of their kernels, which
+takes minutes. So these are compiled by many processes side by side; which is fastest is found out alone on the GPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from threading import Timer
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
+
+from runningtensor import running_tensor, running_tensor_step
+from runningtensor.bench.provenance import Provenance, append, cores, installed, provenance, read, write
+
+SEED = 0
+TOLERANCE = 2e-2  # relative error in norm, bfloat16 against float64: this tells right from wrong, not good from better
+WARM_UPS, REPETITIONS, SECONDS = 10, 30, 1.0
+SLEEP = 10_000_000  # clock cycles, some 6 ms: longer than Python needs for one forward and backward of any of these
+LIMIT = 240  # seconds one implementation may take, all its cases together
+COMPILE_LIMIT = 150  # seconds; what is not compiled by then is compiled when it is timed
+CHUNKS = (512, 128, 256, 1024)  # of power retention; it chooses its blocks at the first and keeps them
+RESULT = "RESULT "  # marks the lines of a worker that are not the peers' chatter
+
+OURS, STEP, FIRST, COPY = "runningtensor", "runningtensor-step", "runningtensor-first", "torch-copy"
+GATED, DELTA, POWER, SDPA = "fla-gated-deltanet", "fla-deltanet", "power-retention", "torch-sdpa"
+PACKAGES = {GATED: "fla", DELTA: "fla", POWER: "retention"}  # what must be installed, where it is not torch
+VERSIONS = {GATED: "flash-linear-attention", DELTA: "flash-linear-attention", POWER: "retention"}
+
+
+@dataclass(frozen=True)
+class Case:
+    implementation: str
+    B: int
+    T: int
+    H: int
+    K: int
+    R: int  # 1: a matrix state, or none
+    V: int
+
+
+@dataclass(frozen=True)
+class GpuRow(Provenance):
+    implementation: str
+    version: str  # of the package it comes from; ours is the commit
+    dtype: str
+    B: int
+    T: int
+    H: int
+    K: int
+    R: int
+    V: int
+    seed: int
+    ms_forward: float = math.nan  # medians of CUDA events around one call, calls queued as in a training loop
+    ms_total: float = math.nan  # forward and backward
+    gpu_ms_forward: float = math.nan  # the same without waiting for Python: queued while the GPU sleeps
+    gpu_ms_total: float = math.nan
+    repetitions: int = 0
+    extra_peak_mib: float = math.nan  # above inputs and gradients, in one forward and backward
+    note: str = ""
+
+    @property
+    def case(self) -> Case:
+        return Case(self.implementation, self.B, self.T, self.H, self.K, self.R, self.V)
+
+    @property
+    def failed(self) -> bool:
+        return self.note.startswith("failed")
+
+
+# (a) to (d): the targets' shapes, ours first.
+SHORT = [
+    Case(OURS, 64, 1024, 4, 25, 25, 48),
+    Case(GATED, 64, 1024, 4, 24, 1, 48),
+    Case(DELTA, 64, 1024, 4, 24, 1, 48),
+]
+MEDIUM = [
+    Case(OURS, 16, 4096, 4, 25, 25, 48),
+    Case(POWER, 16, 4096, 4, 32, 1, 32),
+    Case(SDPA, 16, 4096, 16, 128, 1, 128),
+]
+MANY_HEADS = [Case(OURS, 8, 4096, 32, 25, 25, 48)]
+SQUARE = [Case(OURS, 8, 4096, 16, 16, 16, 64), Case(SDPA, 8, 4096, 16, 128, 1, 128)]
+# (e): as many tokens in fewer and longer sequences.
+TOKENS, LENGTHS = 65536, (1024, 4096, 16384, 65536)
+CURVES = [
+    [
+        Case(OURS, TOKENS // T, T, 32, 25, 25, 48),
+        Case(GATED, TOKENS // T, T, 32, 24, 1, 48),
+        Case(DELTA, TOKENS // T, T, 32, 24, 1, 48),
+        Case(POWER, TOKENS // T, T, 32, 32, 1, 32),
+        Case(SDPA, TOKENS // T, T, 16, 128, 1, 128),
+    ]
+    for T in LENGTHS
+]
+# (f) and (g).
+DECODING = [Case(STEP, 256, 1, 4, 25, 25, 48), Case(COPY, 1, 1, 1, 1, 1, 2**28)]
+COMPILING = [Case(FIRST, 8, 4096, 32, 25, 25, 48)]
+GROUPS = [SHORT, MEDIUM, MANY_HEADS, SQUARE, *CURVES, DECODING, COMPILING]
+# What is ours goes first: if the time runs out, it is there.
+ORDER = [FIRST, OURS, STEP, COPY, SDPA, GATED, DELTA, POWER]
+
+console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width, and the tables need one
+
+
+# One process, one implementation.
+
+
+def unit(*shape: int) -> Tensor:
+    return normalize(torch.randn(*shape, device="cuda"), dim=-1).bfloat16().requires_grad_()
+
+
+def make(case: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The function and its inputs, made as in ops.py."""
+    B, T, H, K, R, V = astuple(case)[1:]
+    torch.manual_seed(SEED)
+    if case.implementation == SDPA:
+        q, k = unit(B, H, T, K), unit(B, H, T, K)
+        v = torch.randn(B, H, T, V, device="cuda").bfloat16().requires_grad_()
+        return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]
+    q, k = unit(B, T, H, K), unit(B, T, H, K)
+    v = torch.randn(B, T, H, V, device="cuda").bfloat16().requires_grad_()
+    beta = torch.rand(B, T, H, device="cuda").bfloat16().requires_grad_()
+    if case.implementation in (OURS, FIRST):
+        return ours, [q, k, unit(B, T, H, R), unit(B, T, H, R), v, beta]
+    if case.implementation == GATED:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        g = logsigmoid(torch.randn(B, T, H, device="cuda") + 3).requires_grad_()  # float32, as in its own layer
+        return lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0)[0], [q, k, v, g, beta]
+    if case.implementation == DELTA:
+        from fla.ops.delta_rule import chunk_delta_rule
+
+        return lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta, scale=1.0)[0], [q, k, v, beta]
+    from retention import power_retention
+
+    return lambda q, k, v, chunk=CHUNKS[0]: power_retention(q, k, v, deg=2, chunk_size=chunk), [q, k, v]
+
+
+def ours(*inputs: Tensor, backend: str = "triton") -> Tensor:
+    q, k, u, r, v, beta = inputs
+    return running_tensor((q, u), (k, r), v, beta=beta, backend=backend)[0]
+
+
+def both_ways(f: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(f(*inputs), inputs, dout)
+
+
+def timed(f: Callable[[], object], head_start: bool, warm_ups: int = WARM_UPS) -> tuple[float, int]:
+    """The median in milliseconds, and of how many."""
+    for _ in range(warm_ups):
+        f()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    f()
+    torch.cuda.synchronize()
+    times = max(3, min(REPETITIONS, int(SECONDS / (time.perf_counter() - start))))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+    for begin, end in events:
+        if head_start:
+            torch.cuda._sleep(SLEEP)
+        begin.record()
+        f()
+        end.record()
+    torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) for begin, end in events), times
+
+
+def wrong(inputs: list[Tensor], out: Tensor) -> str | None:
+    """What of ours is wrong in the first tokens of the first sequence, by the float64 chunked form in torch."""
+    few = [x.detach()[:1, :1024].requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in few]
+    dout = torch.randn_like(out[:1, :1024])
+    truth = ours(*exact, backend="torch")
+    pairs = [
+        ("outputs", out[:1, :1024], truth),
+        *zip(
+            ("dq", "dk", "du", "dr", "dv", "dbeta"),
+            both_ways(ours, few, dout),
+            torch.autograd.grad(truth, exact, dout.double()),
+            strict=True,
+        ),
+    ]
+    errors = {name: float(((got - want).norm() / want.norm()).detach()) for name, got, want in pairs}
+    return next((f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE), None)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The columns of one case that are measured."""
+    if case.implementation == FIRST:
+        return first(case)
+    if case.implementation == COPY:
+        source = torch.randn(case.V, device="cuda")
+        target = torch.empty_like(source)
+        return forward_only(lambda: target.copy_(source))
+    if case.implementation == STEP:
+        return forward_only(step(case))
+
+    f, inputs = make(case)
+    note = ""
+    out = f(*inputs)
+    dout = torch.randn_like(out)
+    if case.implementation == OURS and (fault := wrong(inputs, out)):
+        return {"note": f"failed: {fault}"}
+    if case.implementation == POWER:  # the best of its chunks
+        chunk = min(
+            (chunk for chunk in CHUNKS if chunk < case.T),
+            key=lambda chunk: timed(lambda: both_ways(lambda *x: f(*x, chunk), inputs, dout), True, warm_ups=3)[0],
+        )
+        f, note = (lambda *x, f=f: f(*x, chunk)), f"chunks of {chunk}"
+    del out
+
+    both_ways(f, inputs, dout)  # whatever allocates only once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = both_ways(f, inputs, dout)
+    kept = sum(x.numel() * x.element_size() for x in gradients)
+    extra = torch.cuda.max_memory_allocated() - before - kept
+    del gradients
+    forward, total = (lambda: f(*inputs)), (lambda: both_ways(f, inputs, dout))
+    ms_total, repetitions = timed(total, False)
+    return {
+        "ms_forward": timed(forward, False)[0],
+        "ms_total": ms_total,
+        "gpu_ms_forward": timed(forward, True)[0],
+        "gpu_ms_total": timed(total, True)[0],
+        "repetitions": repetitions,
+        "extra_peak_mib": extra / 2**20,
+        "note": note,
+    }
+
+
+def forward_only(f: Callable[[], object]) -> dict[str, Any]:
+    with torch.no_grad():
+        ms, repetitions = timed(f, False)
+        return {"ms_forward": ms, "gpu_ms_forward": timed(f, True)[0], "repetitions": repetitions}
+
+
+def step(case: Case) -> Callable[[], object]:
+    _, inputs = make(Case(OURS, *astuple(case)[1:]))
+    q, k, u, r, v, beta = (x.detach()[:, 0] for x in inputs)
+    state = torch.zeros(case.B, case.H, case.K, case.R, case.V, device="cuda")
+    return lambda: running_tensor_step((q, u), (k, r), v, state, beta=beta)
+
+
+def first(case: Case) -> dict[str, Any]:
+    """The very first call, kernels compiled and all; the process must be new and Triton's cache empty."""
+    f, inputs = make(case)
+    dout = torch.randn_like(inputs[4])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    both_ways(f, inputs, dout)
+    torch.cuda.synchronize()
+    return {"ms_total": (time.perf_counter() - start) * 1e3, "repetitions": 1}
+
+
+def work(cases: list[Case]) -> None:
+    """What a process does that measures: prints what it finds, case by case."""
+    if cases[0].implementation in PACKAGES:
+        import triton.testing
+        from triton.runtime.autotuner import Autotuner
+
+        # A third of the time Triton would take for each of hundreds of variants, and the median of many calls still.
+        quicker = staticmethod(lambda f, quantiles: triton.testing.do_bench(f, 10, 30, quantiles=quantiles))
+        setattr(Autotuner, "do_bench", quicker)  # noqa: B010
+    for case in cases:
+        try:
+            found = measure(case)
+        except Exception as error:  # whatever a peer may raise
+            found = {"note": f"failed: {reason(f'{type(error).__name__}: {error}')}"}
+        print(f"\n{RESULT}{json.dumps([astuple(case), found])}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def reason(text: str) -> str:
+    return " ".join(text.split())[:160]
+
+
+def compile_share(case: Case, share: int, shares: int) -> None:
+    """Compiles one share of the variants of all kernels of a case and times none of them."""
+    from triton.runtime.autotuner import Autotuner
+
+    def compiled(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if self.configs.index(config) % shares == share:
+            try:
+                self.fn.run(*args, **{**meta, **config.all_kwargs(), "warmup": True})
+                return [0.0] * 3
+            except Exception:  # too large for this GPU, say: it will not be chosen when it is timed either
+                pass
+        return [math.inf] * 3
+
+    # Nor may the choice that this leads to be remembered.
+    for name, value in (("_bench", compiled), ("check_disk_cache", lambda self, key, configs, bench: bench())):
+        setattr(Autotuner, name, value)
+    f, inputs = make(case)
+    out = f(*inputs)
+    torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+
+# The process that runs these.
+
+
+def in_processes(cases: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What was found, case by case as it comes; each implementation in a process of its own."""
+    for _, some in groupby(cases, lambda case: "decoding" if case in DECODING else case.implementation):
+        left = list(some)
+        with tempfile.TemporaryDirectory() as empty:
+            cache = {"TRITON_CACHE_DIR": empty} if left[0] in COMPILING else {}
+            process = start("--work", json.dumps([astuple(case) for case in left]), cache, subprocess.PIPE)
+            killer = Timer(LIMIT, process.kill)
+            killer.start()
+            last = ""
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(RESULT):
+                    fields, found = json.loads(line.removeprefix(RESULT))
+                    left.remove(case := Case(*fields))
+                    yield case, found
+                elif line.strip():
+                    last = line
+            killer.cancel()
+            code = process.wait()
+        why = f"killed, out of memory or of its {LIMIT} s" if code == -9 else f"exit {code}, {reason(last)}"
+        yield from ((case, {"note": f"failed: {why}"}) for case in left)
+
+
+def start(what: str, argument: str, environment: dict[str, str], output: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TRITON_CACHE_AUTOTUNING": "1", **environment}  # a resumed run need not choose anew
+    command = [sys.executable, "-m", "runningtensor.bench.ops_gpu", what, argument]
+    both = subprocess.STDOUT if output == subprocess.PIPE else output
+    return subprocess.Popen(command, stdout=output, stderr=both, text=True, env=environment)
+
+
+def compile_peers(cases: list[Case], progress: Progress) -> None:
+    """All variants of all kernels of the peers, side by side, into Triton's cache."""
+    # Variants are chosen at the first case: by fla for each number of heads, by power retention once and for all.
+    heads = {case: case.H if PACKAGES[case.implementation] == "fla" else 0 for case in cases}
+    families = list({(case.implementation, heads[case]): case for case in reversed(cases)}.values())
+    if not families:
+        return
+    shares = math.ceil(cores() / len(families))
+    jobs = [(astuple(case), share, shares) for case in families for share in range(shares)]
+    running = [start("--compile", json.dumps(job), {}, subprocess.DEVNULL) for job in jobs]
+    progress.console.print(f"compiling the peers in {len(running)} processes, {COMPILE_LIMIT} s at most")
+    task = progress.add_task("compiling the peers", total=len(running))
+    deadline = time.monotonic() + COMPILE_LIMIT
+    while (left := sum(process.poll() is None for process in running)) and time.monotonic() < deadline:
+        progress.update(task, completed=len(running) - left)
+        time.sleep(0.2)
+    for process in running:
+        process.kill()  # does nothing to those that have ended
+        process.wait()
+    progress.update(task, completed=len(running))
+    failed = sum(process.returncode not in (0, -9) for process in running)
+    progress.console.print(f"compiled the peers; of the processes {left} were stopped and {failed} failed")
+
+
+def chosen(quick: bool, peers: bool) -> list[Case]:
+    """The cases in the order they are measured. Quick: without the peers' curves."""
+    cases = dict.fromkeys(case for group in GROUPS for case in group)
+    without = {case for group in CURVES for case in group[1:]} - set(MEDIUM) if quick else set()
+    without |= set() if peers else {case for case in cases if case.implementation in (*PACKAGES, SDPA)}
+    return sorted(cases.keys() - without, key=lambda case: (ORDER.index(case.implementation), case.H, case.T, case.B))
+
+
+def measured_before(paths: Sequence[Path], origin: Provenance) -> list[GpuRow]:
+    """Rows of the same code on the same machine that did not fail."""
+    if origin.commit == "unknown" or origin.commit.endswith("+"):
+        console.print(f"The commit is {origin.commit}: nobody knows if the code is the same, all is measured again.")
+        return []
+
+    def same(row: Provenance) -> bool:
+        names = ("commit", "device", "torch", "triton")
+        return all(getattr(row, name) == getattr(origin, name) for name in names)
+
+    rows = [row for path in paths if path.exists() for row in read(path, GpuRow) if same(row) and not row.failed]
+    return list({row.case: row for row in rows}.values())
+
+
+def main(
+    out: Path = Path("results/bench"), quick: bool = False, peers: bool = True, resume: bool = False
+) -> list[GpuRow]:
+    """Measures, prints tables, writes `ops_gpu.csv` and draws `ops_gpu.png`."""
+    path, partial = out / "ops_gpu.csv", out / "ops_gpu.partial.csv"
+    origin = provenance(torch.device("cuda"))
+    console.print(f"{origin.device}, torch {origin.torch}, triton {origin.triton}, commit {origin.commit}, bfloat16")
+    cases = chosen(quick, peers)
+    missing = {package for package in PACKAGES.values() if peers and find_spec(package) is None}
+    if missing:
+        console.print(f"not installed, done without: {', '.join(sorted(missing))}")
+        cases = [case for case in cases if PACKAGES.get(case.implementation) not in missing]
+
+    rows = measured_before((path, partial), origin) if resume else []
+    rows = [row for row in rows if row.case in cases]
+    write(partial, rows, GpuRow)
+    done = {row.case for row in rows}
+    left = [case for case in cases if case not in done]
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("measuring", total=len(cases), completed=len(done))
+        slow = [case for case in left if case.implementation in PACKAGES]
+        for part in ([case for case in left if case not in slow], slow):
+            if part and part is slow:
+                compile_peers(slow, progress)
+            for case, found in in_processes(part):
+                row = make_row(origin, case, found)
+                append(partial, row)
+                rows.append(row)
+                progress.console.print(one_line(row), highlight=False)
+                progress.advance(task)
+
+    rows.sort(key=lambda row: cases.index(row.case))
+    write(path, rows, GpuRow)
+    partial.unlink()
+    console.print(f"Wrote {path}")
+    report(path)
+    return rows
+
+
+def make_row(origin: Provenance, case: Case, found: dict[str, Any]) -> GpuRow:
+    name = case.implementation
+    version = installed(VERSIONS[name]) if name in VERSIONS else origin.torch if "torch" in name else origin.commit
+    rounded: dict[str, Any] = {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()
+    }
+    dtype = {STEP: "bfloat16, state float32", COPY: "float32"}.get(name, "bfloat16")
+    return GpuRow(**asdict(origin), version=version, dtype=dtype, seed=SEED, **asdict(case), **rounded)
+
+
+def report(path: Path) -> None:
+    """The tables and the figure of what is in a CSV."""
+    rows = read(path, GpuRow)
+    console.print(measurements(rows), verdict_table(verdicts(rows)))
+    if find_spec("matplotlib") is None:
+        console.print("matplotlib is not installed: no figure.")
+        return
+    from runningtensor.plots import plot_ops_gpu
+
+    plot_ops_gpu(path, path.with_suffix(".png"))
+    console.print(f"Wrote {path.with_suffix('.png')}")
+
+
+def rate(row: GpuRow, ms: float) -> float:
+    """Useful TFLOP/s of ours in the forward, GB/s of what only moves memory, nan for the others."""
+    if row.implementation == OURS:
+        return 6 * row.B * row.T * row.H * row.K * row.R * row.V / ms / 1e9
+    if row.implementation in (STEP, COPY):
+        return 2 * 4 * row.B * row.H * row.K * row.R * row.V / ms / 1e6  # read and written, float32
+    return math.nan
+
+
+def shape(case: Case) -> str:
+    widths = f"{case.K}×{case.R}×{case.V}" if case.R > 1 else f"{case.K}×{case.V}"
+    return "1 GiB" if case.implementation == COPY else f"B{case.B} T{case.T} H{case.H} {widths}"
+
+
+def one_line(row: GpuRow) -> str:
+    what = f"{row.implementation} {shape(row.case)}: "
+    times = {"forward": row.ms_forward, "forward and backward": row.ms_total}
+    return what + (row.note if row.failed else ", ".join(f"{k} {v:.3f} ms" for k, v in times.items() if v == v))
+
+
+def measurements(rows: list[GpuRow]) -> Table:
+    table = Table(
+        box=SIMPLE,
+        pad_edge=False,
+        caption="Milliseconds, medians; ×: over ours, above; gpu: without waiting for Python; rate: useful TFLOP/s "
+        "forward, or GB/s; MiB: peak above inputs and gradients.",
+    )
+    table.add_column("implementation")
+    table.add_column("shape")
+    for heading in ("fwd", "×", "both", "×", "gpu fwd", "×", "gpu both", "×", "rate", "MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    at = {row.case: row for row in rows}
+
+    def text(x: float, form: str = ".3f") -> str:
+        return format(x, form) if x == x else ""
+
+    for group in GROUPS:
+        mine = at.get(group[0])
+        for row in (at[case] for case in group if case in at):
+            cells: list[str] = []
+            for column in ("ms_forward", "ms_total", "gpu_ms_forward", "gpu_ms_total"):
+                ms = getattr(row, column)
+                ratio = (
+                    ms / getattr(mine, column) if mine is not None and group not in (DECODING, COMPILING) else math.nan
+                )
+                cells += [text(ms), text(ratio, ".2f")]
+            end = [text(rate(row, row.ms_forward), ",.0f"), text(row.extra_peak_mib, ",.0f")]
+            name = f"{row.implementation}, {row.note}" if row.note else row.implementation
+            table.add_row(name, shape(row.case), *cells, *end)
+        if any(case in at for case in group):
+            table.add_section()
+    return table
+
+
+@dataclass(frozen=True)
+class Verdict:
+    target: str
+    wanted: str
+    measured: float  # nan: not measured
+    gpu: float  # the same without waiting for Python, to know why
+    met: bool
+
+
+def verdicts(rows: list[GpuRow]) -> list[Verdict]:
+    at = {row.case: row for row in rows}
+    found: list[Verdict] = []
+
+    def ms(case: Case, column: str) -> float:
+        return getattr(at[case], column) if case in at else math.nan
+
+    def add(target: str, value: Callable[[str], float], most: float = math.inf, least: float = -math.inf) -> None:
+        measured = value("")
+        wanted = f"≤ {most:g}" if most < math.inf else f"≥ {least:g}"
+        found.append(Verdict(target, wanted, measured, value("gpu_"), least <= measured <= most))
+
+    def against(name: str, group: list[Case], case: Case, most: float, columns: Sequence[str]) -> None:
+        for column in columns:
+            way = "forward" if column == "ms_forward" else "forward and backward"
+            add(
+                f"{name}: {way}, over {case.implementation}",
+                lambda gpu, column=column: ms(group[0], gpu + column) / ms(case, gpu + column),  # type: ignore[misc]
+                most,
+            )
+
+    def tflops(gpu: str, case: Case) -> float:
+        return rate(at[case], ms(case, f"{gpu}ms_forward")) if case in at else math.nan
+
+    def spread(gpu: str, column: str) -> float:
+        times = [ms(group[0], gpu + column) for group in CURVES]
+        return max(times) / min(times) if all(t == t for t in times) else math.nan
+
+    def bandwidth(gpu: str) -> float:
+        moving, copying = (
+            rate(at[case], ms(case, f"{gpu}ms_forward")) if case in at else math.nan for case in DECODING
+        )
+        return moving / copying
+
+    both = ("ms_forward", "ms_total")
+    against(shape(SHORT[0]), SHORT, SHORT[1], 1, both)
+    against(f"aim: {shape(SHORT[0])}", SHORT, SHORT[2], 1, both)
+    against(shape(MEDIUM[0]), MEDIUM, MEDIUM[1], 0.8, both)
+    against(shape(MEDIUM[0]), MEDIUM, MEDIUM[2], 0.5, both)
+    name = shape(MANY_HEADS[0])
+    add(f"{name}: TFLOP/s forward", lambda gpu: tflops(gpu, MANY_HEADS[0]), least=100)
+    add(f"aim: {name}: TFLOP/s forward", lambda gpu: tflops(gpu, MANY_HEADS[0]), least=200)
+    add(f"{name}: ms forward and backward", lambda gpu: ms(MANY_HEADS[0], f"{gpu}ms_total"), 10)
+    add(f"{name}: GiB above inputs and gradients", lambda _: ms(MANY_HEADS[0], "extra_peak_mib") / 1024, 3)
+    add(f"{shape(SQUARE[0])}: TFLOP/s forward", lambda gpu: tflops(gpu, SQUARE[0]), least=150)
+    against(shape(SQUARE[0]), SQUARE, SQUARE[1], 1, both[1:])
+    name = f"{TOKENS} tokens, H32 25×25×48, T from {LENGTHS[0]} to {LENGTHS[-1]}: longest over shortest time"
+    add(f"{name}, forward", lambda gpu: spread(gpu, "ms_forward"), 1.6)
+    add(f"{name}, forward and backward", lambda gpu: spread(gpu, "ms_total"), 1.6)
+    add(f"step, {shape(DECODING[0])}: part of the bandwidth of a copy", bandwidth, least=0.6)
+    add("seconds of the first forward and backward, nothing compiled", lambda _: ms(COMPILING[0], "ms_total") / 1e3, 20)
+    return found
+
+
+def verdict_table(found: list[Verdict]) -> Table:
+    table = Table("target", "wanted", "measured", "gpu alone", "", box=SIMPLE, pad_edge=False)
+    for verdict in found:
+        said = "[green]met" if verdict.met else "[bold red]missed"
+        numbers = [f"{x:.2f}" if x == x else "" for x in (verdict.measured, verdict.gpu)]
+        said = said if verdict.measured == verdict.measured else "[yellow]not measured"
+        table.add_row(verdict.target, verdict.wanted, *numbers, said)
+    return table
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Time and memory of the op on this machine's GPU.")
+    parser.add_argument("--out", type=Path, default=Path("results/bench"), help="where the CSV and the figure go")
+    parser.add_argument("--quick", action="store_true", help="without the peers' curves")
+    parser.add_argument("--no-peers", action="store_true", help="ours only")
+    parser.add_argument("--resume", action="store_true", help="keep what was measured before of this commit")
+    parser.add_argument("--report", action="store_true", help="measure nothing: tables and figure of the CSV there is")
+    parser.add_argument("--work", metavar="CASES", help="measure these and print what was found")
+    parser.add_argument("--compile", metavar="JOB", help="compile a share of a peer's kernels")
+    arguments = parser.parse_args()
+    if arguments.work:
+        work([Case(*fields) for fields in json.loads(arguments.work)])
+    elif arguments.compile:
+        fields, *share = json.loads(arguments.compile)
+        compile_share(Case(*fields), *share)
+    elif arguments.report:
+        unfinished = arguments.out / "ops_gpu.partial.csv"
+        report(unfinished if unfinished.exists() else arguments.out / "ops_gpu.csv")
+    else:
+        main(arguments.out, arguments.quick, not arguments.no_peers, arguments.resume)
