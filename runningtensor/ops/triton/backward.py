@@ -9,6 +9,7 @@ import triton.language as tl
 
 from runningtensor.ops.triton.forward import (
     decays,
+    dot,
     features,
     key_products,
     kron_columns,
@@ -77,17 +78,17 @@ def reverse_kernel(
             _, _, place, exists = features(k0, K, R, BD)
             dS = tl.load(dstate + place[:, None] * V, mask=exists[:, None] & has, other=0.0).to(dt)
             tl.store(into + place[:, None] * V, dS, mask=exists[:, None] & has)
-            dX = tl.dot(kron_rows(kc, rc, row, inside, k0, K, R, BD), dS, dX, input_precision=PREC)
+            dX = dot(kron_rows(kc, rc, row, inside, k0, K, R, BD), dS, PREC, dX)
 
         bdo = tl.load(dout + first * V + at, mask=mask, other=0.0)
         Pt = key_products(kc, qc, row, inside, K, C, BK, PREC)
-        Pt *= tl.dot(load_rows(rc, row, inside, R, RP), load_columns(uc, row, inside, R, RP), input_precision=PREC)
+        Pt *= dot(load_rows(rc, row, inside, R, RP), load_columns(uc, row, inside, R, RP), PREC)
         Pt = within(Pt, d, i, True, False, DECAY)
-        dX = tl.dot(Pt.to(dt), bdo, dX * after[:, None], input_precision=PREC)
+        dX = dot(Pt.to(dt), bdo, PREC, dX * after[:, None])
         dE = dX
         if DELTA:
             inv_t = tl.load(inverse + first * C + row[None, :] * C + i[:, None], mask=inside[None, :], other=0.0)
-            Y = tl.dot(inv_t, dX.to(dt), input_precision=PREC)
+            Y = dot(inv_t, dX.to(dt), PREC)
             tl.store(solved + first * V + at, Y.to(dt), mask=mask)
             dE = Y * tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
         tl.store(dv + first * V + at, dE.to(dt), mask=mask)
@@ -100,9 +101,9 @@ def reverse_kernel(
             dS = tl.load(dstate + place[:, None] * V, mask=exists[:, None] & has, other=0.0)
             if DECAY:
                 dS *= total
-            dS = tl.dot(kron_columns(qc, uc, row, inside, k0, K, R, BD), bdo, dS, input_precision=PREC)
+            dS = dot(kron_columns(qc, uc, row, inside, k0, K, R, BD), bdo, PREC, dS)
             if DELTA:
-                dS = tl.dot(-kron_columns(kc, rc, row, inside, k0, K, R, BD), dE, dS, input_precision=PREC)
+                dS = dot(-kron_columns(kc, rc, row, inside, k0, K, R, BD), dE, PREC, dS)
             tl.store(dstate + place[:, None] * V, dS, mask=exists[:, None] & has)
         tl.debug_barrier()  # every thread has written it
 
@@ -127,7 +128,7 @@ def value_products(
         w = v0 + tl.arange(0, BV)
         y = tl.load(a + row[:, None] * V + w[None, :], mask=inside[:, None] & (w < V)[None, :], other=0.0)
         s = tl.load(b + place[None, :] * V + w[:, None], mask=exists[None, :] & (w < V)[:, None], other=0.0)
-        x = tl.dot(y, s, x, input_precision=PREC)
+        x = dot(y, s, PREC, x)
     return x
 
 
@@ -213,12 +214,12 @@ def gradients_kernel(
     dPt = within(key_products(writes, dout, row, inside, V, C, BV, PREC), d, i, True, False, DECAY)
     br = load_rows(r, row, inside, R, RP)
     bu = load_rows(u, row, inside, R, RP)
-    UR = tl.dot(bu, load_columns(r, row, inside, R, RP), input_precision=PREC)
-    RU = tl.dot(br, load_columns(u, row, inside, R, RP), input_precision=PREC)
+    UR = dot(bu, load_columns(r, row, inside, R, RP), PREC)
+    RU = dot(br, load_columns(u, row, inside, R, RP), PREC)
     QK = key_products(q, k, row, inside, K, C, BK, PREC)
     KQ = key_products(k, q, row, inside, K, C, BK, PREC)
-    gdu = tl.dot((dP * QK).to(dt), br, input_precision=PREC)  # [C,RP]
-    gdr = tl.dot((dPt * KQ).to(dt), bu, input_precision=PREC)
+    gdu = dot((dP * QK).to(dt), br, PREC)  # [C,RP]
+    gdr = dot((dPt * KQ).to(dt), bu, PREC)
     toq = (dP * UR).to(dt)  # dq = toq K, dk = toqt Q
     toqt = (dPt * RU).to(dt)
     dl = tl.zeros([C], tl.float32)
@@ -229,14 +230,14 @@ def gradients_kernel(
         b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
         dL = -within(key_products(solved, writes, row, inside, V, C, BV, PREC), d, i, False, True, DECAY)
         dLt = -within(key_products(writes, solved, row, inside, V, C, BV, PREC), d, i, True, True, DECAY)
-        RR = tl.dot(br, load_columns(r, row, inside, R, RP), input_precision=PREC)
+        RR = dot(br, load_columns(r, row, inside, R, RP), PREC)
         KK = key_products(k, k, row, inside, K, C, BK, PREC)
         db = row_sums(solved, v, row, inside, V, C, BV) - row_sums(solved, recalled, row, inside, V, C, BV)
         db += tl.sum(dL * RR * KK, 1)
         tl.store(dbeta + first + row, db.to(dbeta.dtype.element_ty), mask=inside)
         dG = dL * b[:, None]
         both = dG + dLt * b[None, :]  # dG + dGᵀ, for the Gram matrix is symmetric
-        gdr = tl.dot((both * KK).to(dt), br, gdr, input_precision=PREC)
+        gdr = dot((both * KK).to(dt), br, PREC, gdr)
         tok = (both * RR).to(dt)
         if DECAY:
             crossing = dG * RR * KK
@@ -259,8 +260,8 @@ def gradients_kernel(
         of_r = (ir[:, None] == tl.arange(0, RP)[None, :]).to(dt)  # [BD,RP]
 
         dphi = value_products(dout, states, row, inside, place, exists, V, C, BD, BV, PREC) * before[:, None]
-        gdq = tl.dot((dphi * ku).to(dt), of_k, input_precision=PREC)
-        gdu = tl.dot((dphi * kq).to(dt), of_r, gdu, input_precision=PREC)
+        gdq = dot((dphi * ku).to(dt), of_k, PREC)
+        gdu = dot((dphi * kq).to(dt), of_r, PREC, gdu)
         dkap = value_products(writes, dstates, row, inside, place, exists, V, C, BD, BV, PREC) * after[:, None]
         if DECAY:
             met += tl.sum(dphi * ku * kq, 1)
@@ -273,8 +274,8 @@ def gradients_kernel(
                 passed += tl.sum(s * tl.load(dstates + where, mask=real, other=0.0).to(tl.float32))
         if DELTA:
             dkap -= value_products(dv, states, row, inside, place, exists, V, C, BD, BV, PREC) * before[:, None]
-        gdk = tl.dot((dkap * kr).to(dt), of_k, input_precision=PREC)
-        gdr = tl.dot((dkap * kk).to(dt), of_r, gdr, input_precision=PREC)
+        gdk = dot((dkap * kr).to(dt), of_k, PREC)
+        gdr = dot((dkap * kk).to(dt), of_r, PREC, gdr)
 
         # The rows' part of dq and dk, for the keys of this slab.
         wk = k0 + w
@@ -282,10 +283,10 @@ def gradients_kernel(
         at = row[:, None] * K + wk[None, :]
         bk = tl.load(k + at, mask=real, other=0.0)
         bq = tl.load(q + at, mask=real, other=0.0)
-        gdq = tl.dot(toq, bk, gdq, input_precision=PREC)
-        gdk = tl.dot(toqt, bq, gdk, input_precision=PREC)
+        gdq = dot(toq, bk, PREC, gdq)
+        gdk = dot(toqt, bq, PREC, gdk)
         if DELTA:
-            gdk = tl.dot(tok, bk, gdk, input_precision=PREC)
+            gdk = dot(tok, bk, PREC, gdk)
         tl.store(dq + at, gdq.to(dt), mask=real)
         tl.store(dk + at, gdk.to(dt), mask=real)
 

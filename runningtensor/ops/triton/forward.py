@@ -45,6 +45,15 @@ def sequence(cu_seqlens, chunk_starts, n, T, C: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
+def dot(a, b, PREC: tl.constexpr, acc=None):
+    """A B + acc. Tensor cores cut float32 off to TF32; rounding first halves the error and takes its bias away."""
+    if PREC == "tf32" and a.dtype == tl.float32:
+        a = (a.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    return tl.dot(a, b, acc, input_precision=PREC)
+
+
+@triton.jit
 def load_rows(x, row, inside, W: tl.constexpr, WP: tl.constexpr):
     """[C,WP]: rows of a [·,W] tensor, zero outside.
 
@@ -119,7 +128,11 @@ def invert(L, C: tl.constexpr, PREC: tl.constexpr):
 def double(L, M, i, W: tl.constexpr, PREC: tl.constexpr):
     below = ((i // (2 * W))[:, None] == (i // (2 * W))[None, :]) & ((i // W)[:, None] > (i // W)[None, :])
     B = tl.where(below, L, 0.0)
-    return M - tl.dot(M, tl.dot(B, M, input_precision=PREC), input_precision=PREC)
+    if PREC == "fp16":
+        X = tl.dot(M.to(tl.float16), tl.dot(B.to(tl.float16), M.to(tl.float16)).to(tl.float16))
+    else:
+        X = tl.dot(M, tl.dot(B, M, input_precision=PREC), input_precision=PREC)
+    return M - X
 
 
 @triton.jit
@@ -185,7 +198,7 @@ def local_kernel(
     inverse += first * C
     G = key_products(k, k, row, inside, K, C, BK, PREC)
     br = load_rows(r, row, inside, R, RP)
-    G *= tl.dot(br, load_columns(r, row, inside, R, RP), input_precision=PREC)
+    G *= dot(br, load_columns(r, row, inside, R, RP), PREC)
     d, _, _, _ = decays(log_decay, first, row, i, end - start, H, C, DECAY)
     L = within(G, d, i, False, True, DECAY)
     L *= tl.load(beta + row, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -201,7 +214,7 @@ def key_products(a, b, row, inside, K: tl.constexpr, C: tl.constexpr, BK: tl.con
         w = k0 + tl.arange(0, BK)
         x = tl.load(a + row[:, None] * K + w[None, :], mask=inside[:, None] & (w < K)[None, :], other=0.0)
         y = tl.load(b + row[None, :] * K + w[:, None], mask=inside[None, :] & (w < K)[:, None], other=0.0)
-        G = tl.dot(x, y, G, input_precision=PREC)
+        G = dot(x, y, PREC, G)
     return G
 
 
@@ -266,37 +279,37 @@ def scan_kernel(
             if SAVE:
                 tl.store(into + place[:, None] * V, S, mask=exists[:, None] & has)
             if DELTA:
-                E = tl.dot(kron_rows(kc, rc, row, inside, k0, K, R, BD), S, E, input_precision=PREC)
+                E = dot(kron_rows(kc, rc, row, inside, k0, K, R, BD), S, PREC, E)
             if OUT:
-                O = tl.dot(kron_rows(qc, uc, row, inside, k0, K, R, BD), S, O, input_precision=PREC)
+                O = dot(kron_rows(qc, uc, row, inside, k0, K, R, BD), S, PREC, O)
 
         bv = tl.load(vc + at, mask=mask, other=0.0)
         if DELTA:
             E *= before[:, None]
             b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
             inv = tl.load(inverse + first * C + row[:, None] * C + i[None, :], mask=inside[:, None], other=0.0)
-            X = tl.dot(inv, ((bv - E) * b[:, None]).to(dt), input_precision=PREC).to(dt)
+            # Within a chunk few numbers are multiplied, so that these may as well be float32.
+            X = dot(inv.to(tl.float32), (bv - E) * b[:, None], PREC)
         else:
-            X = bv
+            X = bv.to(tl.float32)
         if SAVE:
             tl.store(recalled + first * V + at, E.to(dt), mask=mask)
-            tl.store(writes + first * V + at, X, mask=mask)
+            tl.store(writes + first * V + at, X.to(dt), mask=mask)
         if OUT:
             P = key_products(qc, kc, row, inside, K, C, BK, PREC)
-            P *= tl.dot(load_rows(uc, row, inside, R, RP), load_columns(rc, row, inside, R, RP), input_precision=PREC)
+            P *= dot(load_rows(uc, row, inside, R, RP), load_columns(rc, row, inside, R, RP), PREC)
             P = within(P, d, i, False, False, DECAY)
-            O = tl.dot(P.to(dt), X, O * before[:, None], input_precision=PREC)
+            O = dot(P, X, PREC, O * before[:, None])
             tl.store(out + first * V + at, O.to(dt), mask=mask)
 
-        if DECAY:
-            X = (X * after[:, None]).to(dt)
+        X = (X * after[:, None]).to(dt) if DECAY else X.to(dt)
         tl.debug_barrier()  # every thread has read the state
         for k0 in range(0, K, BD // R):
             _, _, place, exists = features(k0, K, R, BD)
             S = tl.load(state + place[:, None] * V, mask=exists[:, None] & has, other=0.0)
             if DECAY:
                 S *= total
-            S = tl.dot(kron_columns(kc, rc, row, inside, k0, K, R, BD), X, S, input_precision=PREC)
+            S = dot(kron_columns(kc, rc, row, inside, k0, K, R, BD), X, PREC, S)
             tl.store(state + place[:, None] * V, S, mask=exists[:, None] & has)
         tl.debug_barrier()  # every thread has written it
         chunk += 1

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from runningtensor.ops.triton.forward import decays, double, load_columns, load_rows, locate, sequence, within
+from runningtensor.ops.triton.forward import decays, double, invert, load_rows, locate, sequence, within
 
 # Key widths: (steps with one key, steps, tiles of 8 steps, columns of bases, rows of multipliers)
 SHAPES = {(16, 16): (16, 16, 2, 16, 16), (24, 24): (24, 36, 5, 32, 32), (25, 25): (24, 40, 5, 64, 32)}
@@ -39,56 +39,33 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name up to Tr
 
 @triton.jit
 def pack_side(
-    k,
-    r,
-    row,
-    inside,
+    k,  # [64,W]
+    r,  # [64,W]
+    edges,  # the columns 24 of both [64]
+    scale,
     multipliers,
-    SIDE: tl.constexpr,  # 0: keys, 1: queries
+    rows,
     K: tl.constexpr,
-    R: tl.constexpr,
+    W: tl.constexpr,
     BASES: tl.constexpr,
-    FACTORS: tl.constexpr,
+    DECAY: tl.constexpr,
 ):
-    """Writes the multipliers of a chunk and returns its bases [64,BASES]."""
-    # Read a token at a time, as they lie in memory, and transposed on chip. K = R.
-    i = tl.arange(0, 64)
-    f = tl.arange(0, FACTORS)
-    ik = tl.where(f < 26, f, 24)
-    column = tl.where(f < 28, k + ik, r + 24)
-    real = tl.where(f < 28, ik < K, R == 25)
-    x = tl.load(column[None, :] + row[:, None] * K, mask=inside[:, None] & real[None, :], other=0.0)
-    tl.store(multipliers + f[:, None] * 128 + SIDE * 64 + i[None, :], tl.trans(x))
-    c = tl.arange(0, BASES)
-    ir = tl.where(c < 24, c, c - 8)
-    column = tl.where(c < 32, r + ir, k + c - 32)
-    real = tl.where(c < 32, ir < R, c - 32 < K)
-    return tl.load(column[None, :] + row[:, None] * K, mask=inside[:, None] & real[None, :], other=0.0)
-
-
-@triton.jit
-def diagonal(k, r, b, d, i, row, inside, K: tl.constexpr, R: tl.constexpr, DECAY: tl.constexpr):
-    """The inverses of the diagonal blocks of I + L [4,16,16]: from blocks of 2, doubling to 4, 8 and 16."""
-    w = tl.arange(0, 32)
-    row = tl.reshape(row, (4, 16))
-    inside = tl.reshape(inside, (4, 16))
-    here, there = inside[:, :, None], inside[:, None, :]
-    x = tl.load(k + row[:, :, None] * K + w[None, None, :], mask=here & (w < K)[None, None, :], other=0.0)
-    y = tl.load(k + row[:, None, :] * K + w[None, :, None], mask=there & (w < K)[None, :, None], other=0.0)
-    L = tl.dot(x, y)
-    x = tl.load(r + row[:, :, None] * R + w[None, None, :], mask=here & (w < R)[None, None, :], other=0.0)
-    y = tl.load(r + row[:, None, :] * R + w[None, :, None], mask=there & (w < R)[None, :, None], other=0.0)
-    L *= tl.dot(x, y) * tl.reshape(b, (4, 16))[:, :, None]
-    j = tl.arange(0, 16)
-    later = j[:, None] > j[None, :]
+    """Writes the multipliers and the bases of a chunk's keys or queries."""
+    i = tl.arange(0, 64)[:, None]
+    w = tl.arange(0, W)[None, :]
+    x = k
+    if K == 25:
+        x = tl.where(w < 26, k, tl.where(w < 28, edges[0][:, None], edges[1][:, None]))
+    tl.store(multipliers + tl.trans(w) * 128 + tl.trans(i), tl.trans(x))
     if DECAY:
-        L *= tl.exp(tl.cumsum(tl.where(later, tl.reshape(d, (4, 16))[:, :, None], 0.0), 1))
-    L = tl.where(later, L, 0.0)
-    M = tl.where(j[:, None] == j[None, :], 1.0, 0.0)[None]
-    M -= tl.where((j // 2)[:, None] == (j // 2)[None, :], L, 0.0)
-    M = double(L, M, j, 2, "tf32")
-    M = double(L, M, j, 4, "tf32")
-    return double(L, M, j, 8, "tf32")
+        k = (k * scale[:, None]).to(k.dtype)
+        r = (r * scale[:, None]).to(r.dtype)
+    into = rows + i * BASES + w
+    tl.store(into, r, mask=w < 24)
+    if BASES > 16:
+        tl.store(into + 8, r, mask=(w >= 16) & (w < 24))
+    if BASES > 32:
+        tl.store(into + 32, k)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -135,34 +112,46 @@ def pack_kernel(
     d, before, after, _ = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
     at = m.to(tl.int64) * H + h
     multipliers += at * (FACTORS * 128)
-    c = tl.arange(0, BASES)
-    into = rows + at * (128 * BASES) + i[:, None] * BASES + c[None, :]
-    x = pack_side(k, r, row, inside, multipliers, 0, K, R, BASES, FACTORS)
-    y = pack_side(q, u, row, inside, multipliers, 1, K, R, BASES, FACTORS)
+    rows += at * (128 * BASES)
+    W: tl.constexpr = FACTORS
+    ck, cq = load_rows(k, row, inside, K, W), load_rows(q, row, inside, K, W)
+    cr, cu = load_rows(r, row, inside, R, W), load_rows(u, row, inside, R, W)
+    key_edges = (before, before)
+    query_edges = (before, before)
+    if K == 25:
+        key_edges = (
+            tl.load(k + row * K + 24, mask=inside, other=0.0),
+            tl.load(r + row * R + 24, mask=inside, other=0.0),
+        )
+        query_edges = (
+            tl.load(q + row * K + 24, mask=inside, other=0.0),
+            tl.load(u + row * R + 24, mask=inside, other=0.0),
+        )
+    pack_side(ck, cr, key_edges, before, multipliers, rows, K, W, BASES, DECAY)
+    pack_side(cq, cu, query_edges, before, multipliers + 64, rows + 64 * BASES, K, W, BASES, DECAY)
     if DECAY:
         tl.store(scales + at * 128 + i, before)
         tl.store(scales + at * 128 + 64 + i, after)
-        tl.store(late + at * (64 * BASES) + i[:, None] * BASES + c[None, :], (x * after[:, None]).to(dt))
-        x = (x * before[:, None]).to(dt)
-        y = (y * before[:, None]).to(dt)
-    tl.store(into, x)
-    tl.store(into + 64 * BASES, y)
+        # The same bases; the multipliers are written once more, which is simpler than not to.
+        pack_side(ck, cr, key_edges, after, multipliers, late + at * (64 * BASES), K, W, BASES, DECAY)
 
-    kt = load_columns(k, row, inside, K, 32)
-    rt = load_columns(r, row, inside, R, 32)
     saved = first * 64 + row[:, None] * 64 + i[None, :]
     if SOLVE:
         b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
-        L = tl.dot(load_rows(k, row, inside, K, 32), kt) * tl.dot(load_rows(r, row, inside, R, 32), rt)
+        L = tl.dot(ck, tl.trans(ck)) * tl.dot(cr, tl.trans(cr))
         L = within(L, d, i, False, True, DECAY) * b[:, None]
-        M = diagonal(k, r, b, d, i, row, inside, K, R, DECAY)
-        block = tl.arange(0, 4)
-        own = block[:, None, None, None] == block[None, None, :, None]
-        M = tl.reshape(tl.where(own, M[:, :, None, :], 0.0), (64, 64))
-        M = double(L, M, i, 16, "tf32")
-        M = double(L, M, i, 32, "tf32").to(dt)
+        M = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        M -= tl.where((i // 2)[:, None] == (i // 2)[None, :], L, 0.0)
+        M = double(L, M, i, 2, "fp16")
+        M = double(L, M, i, 4, "fp16")
+        M = double(L, M, i, 8, "fp16")
+        M = double(L, M, i, 16, "fp16")
+        M = double(L, M, i, 32, "fp16")
+        if tl.sum((tl.abs(M) < 32768.0).to(tl.int32)) < 4096:  # or NaN: not a case for float16
+            M = invert(L, 64, "tf32")
+        M = M.to(dt)
         tl.store(inverse + saved, M, mask=inside[:, None])
-    P = tl.dot(load_rows(q, row, inside, K, 32), kt) * tl.dot(load_rows(u, row, inside, R, 32), rt)
+    P = tl.dot(cq, tl.trans(ck)) * tl.dot(cu, tl.trans(cr))
     P = within(P, d, i, False, False, DECAY).to(dt)
     if DELTA:
         if not SOLVE:

@@ -4,6 +4,7 @@ No autotuning: a table chooses the block sizes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,12 +17,12 @@ from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.step import step_kernel
 
+VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 WIDEST_SLAB = 128
 
 
 def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) -> str | None:
     """Why the kernels cannot be used here, or None where they can."""
-    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
     if dtype == torch.float64:
         return "the kernels take float32, bfloat16 and float16, not float64"
     if R > WIDEST_SLAB:
@@ -32,8 +33,8 @@ def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) ->
         return f"tensors are on {device}, not on a CUDA device"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is not an NVIDIA GPU of compute capability 8.0 or newer"
-    if version < (3, 7, 1):
-        return f"Triton {triton.__version__} miscompiles products of 16 columns on Hopper; 3.7.1 does not"
+    if VERSION < (3, 6):
+        return f"Triton {triton.__version__} is older than 3.6, and some Triton before that miscompile these kernels"
     return None
 
 
@@ -77,7 +78,7 @@ class Shape:
         K, R = k.shape[-1], r.shape[-1]
         return Shape(T, H, K, R, V, chunk, sequences, chunks, cu_seqlens, starts, delta, decay, precision)
 
-    def sizes(self) -> dict[str, object]:
+    def sizes(self) -> dict[str, Any]:
         """The constants all kernels share."""
         return dict(
             H=self.H,
@@ -95,7 +96,12 @@ class Shape:
         """How many features are taken together. In full float32 few: larger products take minutes to compile."""
         most = 32 if v.dtype == torch.float32 else most
         BD = max(power(self.R), min(most, power(self.K * self.R)))
-        return dict(V=self.V, BD=BD, num_warps=4, num_stages=1)
+        return dict(V=self.V, BD=BD, num_warps=self.warps, num_stages=1)
+
+    @property
+    def warps(self) -> int:
+        # A product in full float32 is unrolled: with four warps it takes four times as long to compile.
+        return 16 if self.precision == "ieee" else 4
 
 
 def forward(
@@ -170,6 +176,7 @@ def pack(inputs: Inputs, x: Shape, inverse: Tensor | None, backward: bool = Fals
         GAMMA=gamma is not None,
         num_warps=4,
         num_stages=1,
+        maxnreg=168,  # three programs at a time on a multiprocessor
         **shared,
     )
     # Value columns a program: as many as the registers hold, or fewer, to fill the GPU with few sequences and heads.
@@ -226,6 +233,7 @@ def invert(inputs: Inputs, x: Shape) -> Tensor:
         x.T,
         x.sequences,
         SOLVE=solve,
+        num_warps=x.warps,
         num_stages=1,
         **x.sizes(),
     )
@@ -313,6 +321,10 @@ def backward(
         **x.slabs(v, 64),
     )
     slabs = x.slabs(v, 128)
+    sizes = x.sizes()
+    sizes["KW"] = power(slabs["BD"] // x.R)
+    if VERSION < (3, 7, 1):  # gives wrong du and dr where these widths differ
+        sizes["KW"] = sizes["RP"] = max(sizes["KW"], sizes["RP"])
     gradients_kernel[(x.chunks, x.H)](
         *inputs,
         dout,
@@ -332,10 +344,9 @@ def backward(
         x.chunk_starts,
         x.T,
         x.sequences,
-        KW=power(slabs["BD"] // x.R),
         BV=16,
         DELTA=x.delta,
-        **x.sizes(),
+        **sizes,
         **slabs,
     )
     return dq.to(given[0]), dk.to(given[1]), du, dr, dv, dbeta, dlog, None if initial_state is None else dstate
@@ -443,7 +454,9 @@ def step(
     beta, log_decay = (x if x is None else x.contiguous() for x in (beta, log_decay))
     (B, H, K), R, V = k.shape, r.shape[-1], v.shape[-1]
     out = torch.empty_like(v)
-    BV = 16
+    wide = K * R > 1024
+    BV = min(16 if wide else 64, power(V, 16))
+    D1 = triton.next_power_of_2(K * R + 1) // 2 if K * R > 16 else 16
     step_kernel[(B * H, triton.cdiv(V, BV))](
         q,
         k,
@@ -457,10 +470,12 @@ def step(
         K=K,
         R=R,
         V=V,
-        BD=power(K * R),
+        D1=D1,
+        D2=power(K * R - D1, 16) if K * R > D1 else 0,
         BV=BV,
         DELTA=beta is not None,
         DECAY=log_decay is not None,
+        num_warps=16 if wide else 8 if K * R > 256 else 4,
     )
     return out
 
