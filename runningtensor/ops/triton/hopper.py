@@ -494,8 +494,8 @@ def scan_kernel(
             if V2 > 0:
                 A2 = gl.convert_layout(A, left2)
                 a2 = warpgroup_mma(A2, s2_s.index(j // 8).slice(j % 8 * 16, 16, 0), a2, is_async=True)
-            if j % 4 == 3:  # or the operands of all steps would have to stay in registers
-                a1, a2 = warpgroup_mma_wait(0, [a1, a2])
+            if j % 2 == 1:  # or the operands of all steps would have to stay in registers
+                a1, a2 = warpgroup_mma_wait(4 if V2 > 0 else 2, [a1, a2])
         a1, a2 = warpgroup_mma_wait(0, [a1, a2])
 
         # [X; PX]
@@ -547,12 +547,15 @@ def scan_kernel(
         b1 = column_base(bases, 16) if BASES > 16 else b0
         N1 = ()
         N2 = ()
+        A = column_tile(b0, b1, bases, keys, 0, K, ONES, left1)
         for i in gl.static_range(TILES):
-            A = column_tile(b0, b1, bases, keys, i, K, ONES, left1)
             s1 = warpgroup_mma(A, x1_s.slice(0, 64, 0), S1[i] * total if DECAY else S1[i], is_async=True)
             if V2 > 0:
                 A2 = gl.convert_layout(A, left2)
                 s2 = warpgroup_mma(A2, x2_s.slice(0, 64, 0), S2[i] * total if DECAY else S2[i], is_async=True)
+            if i + 1 < TILES:  # the next is formed while this one is multiplied
+                A = column_tile(b0, b1, bases, keys, i + 1, K, ONES, left1)
+            if V2 > 0:
                 s1, s2 = warpgroup_mma_wait(0, [s1, s2])
                 s2_s.index(i).store(s2.to(dt))
                 N2 = N2 + (s2,)

@@ -154,8 +154,8 @@ def reverse_kernel(
             if V2 > 0:
                 A2 = gl.convert_layout(A, tokens2)
                 y2 = warpgroup_mma(A2, s2_s.index(j // 8).slice(j % 8 * 16, 16, 0), y2, is_async=True)
-            if j % 4 == 3:
-                y1, y2 = warpgroup_mma_wait(0, [y1, y2])
+            if j % 2 == 1:
+                y1, y2 = warpgroup_mma_wait(4 if V2 > 0 else 2, [y1, y2])
         y1, y2 = warpgroup_mma_wait(0, [y1, y2])
 
         # Y = Mᵀ A + (PM)ᵀ dO
@@ -212,14 +212,17 @@ def reverse_kernel(
             b1 = column_base(bases, 16) if BASES > 16 else b0
             N1 = ()
             N2 = ()
+            A = column_tile(b0, b1, bases, keys, 0, K, ONES, left1)
             for i in gl.static_range(TILES):
-                A = column_tile(b0, b1, bases, keys, i, K, ONES, left1)
                 s1 = S1[i] * total if DECAY and side == (0 if DELTA else 1) else S1[i]
                 s1 = warpgroup_mma(A, x1_s if side == 0 else d1, s1, is_async=True)
                 if V2 > 0:
                     A2 = gl.convert_layout(A, left2)
                     s2 = S2[i] * total if DECAY and side == (0 if DELTA else 1) else S2[i]
                     s2 = warpgroup_mma(A2, x2_s if side == 0 else d2_s.index(now), s2, is_async=True)
+                if i + 1 < TILES:
+                    A = column_tile(b0, b1, bases, keys, i + 1, K, ONES, left1)
+                if V2 > 0:
                     s1, s2 = warpgroup_mma_wait(0, [s1, s2])
                     if side == 1:
                         s2_s.index(i).store(s2.to(dt))
