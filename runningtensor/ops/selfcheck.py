@@ -101,30 +101,34 @@ def gpu_cases() -> list[Case]:
     """Each kernel and block size that ships, each option on and off beside each other; no more: each is compiled."""
     full, plain = (True, True, True), (False, False, False)  # delta, decay, packed
     paper, other = (True, False, False), (False, True, True)
-    half, rest = torch.bfloat16, (torch.float16, torch.float32)
-    found = [Case(torch.float64, widths, V, *rule) for widths in WIDTHS.values() for rule in (full, plain)]
-    # Any shape, any dtype.
-    pairs = {2: (paper, other), 3: (full, plain), 4: (paper, other)}
-    found += [Case(dtype, WIDTHS[o], V, *rule) for dtype in (half, *rest) for o in WIDTHS for rule in pairs[o]]
-    found += [Case(torch.float32, WIDTHS[3], V, *rule, tf32=True) for rule in (full, plain)]
-    # More keys and values than one block holds; small chunks.
-    for widths, values in (((128,), 128), ((13, 7), 40), ((5, 5, 25), 48)):
-        found += [Case(half, widths, values, *rule, T=200, small=False) for rule in (full, plain)]
+    half, whole = torch.bfloat16, torch.float32
+    found = [Case(torch.float64, widths, V, *full) for widths in WIDTHS.values()]
+    # Any shape, any dtype, any chunk.
+    for order, rule in ((2, paper), (2, other), (3, full), (3, plain), (4, paper)):
+        found.append(Case(half, WIDTHS[order], V, *rule))
+    found += [
+        Case(torch.float16, WIDTHS[3], V, *full),
+        Case(whole, WIDTHS[3], V, *full),
+        Case(whole, WIDTHS[2], V, *plain),
+    ]
+    found += [Case(whole, WIDTHS[3], V, *full, tf32=True)]
     found += [Case(half, WIDTHS[3], V, *full, chunk=chunk) for chunk in (32, 16)]
+    # More keys and values than one block holds.
+    for widths, values, rule in (((128,), 128, full), ((13, 7), 40, plain), ((5, 5, 25), 48, paper)):
+        found.append(Case(half, widths, values, *rule, T=200, small=False))
     # The widths that Hopper GPUs have kernels for, with blocks for few and for many heads.
-    for widths, values, H in (
-        ((25, 25), 48, 2),
-        ((25, 25), 48, 40),
-        ((24, 24), 48, 2),
-        ((24, 24), 48, 40),
-        ((16, 16), 64, 2),
-        ((16, 16), 64, 40),
-        ((25, 25), 64, 40),
+    for widths, values, H, rule, states in (
+        ((25, 25), 48, 2, full, True),
+        ((25, 25), 48, 40, paper, False),
+        ((25, 25), 48, 40, other, True),
+        ((24, 24), 48, 2, plain, False),
+        ((24, 24), 48, 40, full, True),
+        ((16, 16), 64, 2, full, True),
+        ((16, 16), 64, 40, plain, False),
+        ((25, 25), 64, 40, paper, True),
     ):
-        options = ((full, True), (plain, False)) if H == Case.H else ((paper, False), (other, True))
-        for rule, states in options:
-            found.append(Case(half, widths, values, *rule, states, T=200, H=H, small=False))
-    found += [Case(torch.float16, (25, 25), 48, *rule, T=200, H=40, small=False) for rule in (full, plain)]
+        found.append(Case(half, widths, values, *rule, states, T=200, H=H, small=False))
+    found += [Case(torch.float16, (25, 25), 48, *full, T=200, H=40, small=False)]
     return found
 
 
