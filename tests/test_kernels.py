@@ -427,5 +427,5 @@ def test_auto_takes_the_kernels_on_a_gpu_where_they_do_not_refuse(monkeypatch):
 
 def test_where_triton_cannot_be_imported_that_is_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "runningtensor.ops.triton", None)
-    reason = interface.triton_refuses.__wrapped__(torch.device("cuda"), torch.float32, 1, 1, 1)
+    reason = interface._triton_refuses.__wrapped__(torch.device("cuda"), torch.float32)
     assert reason.startswith("Triton cannot be imported (")

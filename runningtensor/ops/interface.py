@@ -156,6 +156,9 @@ def check_packing(cu_seqlens: Tensor, T: int) -> list[int]:
 _packings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+WIDEST_MODE = 128  # of the last key mode: the kernels hold it whole
+
+
 # -- Backends ----------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +168,9 @@ def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
     if nothing_to_do or (backend == "auto" and not values.is_cuda):
         return "torch"
     if backend in ("auto", "triton"):
-        why_not = triton_refuses(values.device, values.dtype, k.shape[-1], r.shape[-1], values.shape[-1])
+        why_not = triton_refuses(values.device, values.dtype)
+        if why_not is None and r.shape[-1] > WIDEST_MODE:
+            why_not = f"the last key mode is {r.shape[-1]} wide, more than {WIDEST_MODE}: pass a narrower one last"
         if why_not is None:
             return "triton"
         if backend == "triton":
@@ -174,14 +179,22 @@ def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
     return "torch"
 
 
-@cache
-def triton_refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) -> str | None:
+def triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot be used, or None where they can."""
+    return _triton_refuses(device, dtype)
+
+
+# As torch.compiler.assume_constant_result marks it, which would import all of torch's compiler.
+triton_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         from runningtensor.ops.triton import launch
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    return launch.refuses(device, dtype, K, R, V)
+    return launch.refuses(device, dtype)
 
 
 @cache
@@ -191,7 +204,7 @@ def warn_once(why_not: str) -> None:
 
 def available_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     """The backends of this device, best first."""
-    kernels = device.type == "cuda" and triton_refuses(device, dtype, 1, 1, 1) is None
+    kernels = device.type == "cuda" and triton_refuses(device, dtype) is None
     return ["triton"] * kernels + ["torch", "recurrent"]
 
 

@@ -84,11 +84,11 @@ def reverse_kernel(
         Pt = key_products(kc, qc, row, inside, K, C, BK, PREC)
         Pt *= dot(load_rows(rc, row, inside, R, RP), load_columns(uc, row, inside, R, RP), PREC)
         Pt = within(Pt, d, i, True, False, DECAY)
-        dX = dot(Pt.to(dt), bdo, PREC, dX * after[:, None])
+        dX = dot(Pt, bdo.to(tl.float32), PREC, dX * after[:, None])
         dE = dX
         if DELTA:
             inv_t = tl.load(inverse + first * C + row[None, :] * C + i[:, None], mask=inside[None, :], other=0.0)
-            Y = dot(inv_t, dX.to(dt), PREC)
+            Y = dot(inv_t.to(tl.float32), dX, PREC)
             tl.store(solved + first * V + at, Y.to(dt), mask=mask)
             dE = Y * tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
         tl.store(dv + first * V + at, dE.to(dt), mask=mask)

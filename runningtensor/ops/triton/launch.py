@@ -18,16 +18,14 @@ from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.step import step_kernel
 
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
-WIDEST_SLAB = 128
+INTERPRETED = isinstance(scan_kernel, InterpretedFunction)
 
 
-def refuses(device: torch.device, dtype: torch.dtype, K: int, R: int, V: int) -> str | None:
+def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot be used here, or None where they can."""
     if dtype == torch.float64:
         return "the kernels take float32, bfloat16 and float16, not float64"
-    if R > WIDEST_SLAB:
-        return f"the last key mode is {R} wide, more than {WIDEST_SLAB}: pass a narrower one last"
-    if isinstance(scan_kernel, InterpretedFunction):
+    if INTERPRETED:
         return None  # tests, on any device
     if device.type != "cuda":
         return f"tensors are on {device}, not on a CUDA device"
