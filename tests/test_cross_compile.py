@@ -38,7 +38,7 @@ SPILLS: dict[tuple[int, int, int], dict[str, int]] = {
     },
     (16, 16, 64): {"hopper.pack_kernel": 240},
     (24, 24, 48): {"hopper.pack_kernel": 100},
-    (128, 1, 128): {"forward.local_kernel": 1200, "backward.gradients_kernel": 3400},
+    (128, 1, 128): {"forward.local_kernel": 1200, "backward.reverse_kernel": 160, "backward.gradients_kernel": 3400},
 }
 
 

@@ -297,8 +297,11 @@ def _like_forward(  # type: ignore[no-untyped-def]
     N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (N, v.shape[2], k.shape[3], r.shape[3], v.shape[3]) if keep else (0,)
     inverse = (0,) if beta is None else (*v.shape[:3], chunk_size)
-    # The kernels keep the inverse in the dtype they multiply it in.
-    dtype = v.dtype if backend == "triton" else state_dtype(v)
+    dtype = state_dtype(v)
+    if backend == "triton":
+        from runningtensor.ops.triton.launch import inverse_dtype
+
+        dtype = inverse_dtype(k.shape[3], r.shape[3], chunk_size, v)
     return v.new_empty(v.shape), v.new_empty(state, dtype=state_dtype(v)), v.new_empty(inverse, dtype=dtype)
 
 

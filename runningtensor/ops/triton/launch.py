@@ -110,7 +110,7 @@ def forward(
     v = inputs[4]
     x = Shape.make(inputs, cu_seqlens, chunk)
     out = torch.empty_like(v)
-    if on_hopper(x, v):
+    if on_hopper(x.K, x.R, x.C, v):
         inverse = v.new_empty(*v.shape[:3], x.C) if x.delta else None
         state = v.new_empty(x.sequences, x.H, x.K, x.R, x.V, dtype=torch.float32) if keep else None
         packed = pack(inputs, x, inverse)
@@ -122,11 +122,16 @@ def forward(
     return out, state if keep else None, inverse
 
 
-def on_hopper(x: Shape, v: Tensor) -> bool:
+def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
     """Whether the kernels of hopper.py take this: bfloat16 or float16, some widths of keys, V a multiple of 16."""
     if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
         return False
-    return (x.K, x.R) in hopper.SHAPES and x.V % 16 == 0 and x.C == 64 and v.dtype != torch.float32
+    return (K, R) in hopper.SHAPES and v.shape[-1] % 16 == 0 and chunk == 64 and v.dtype != torch.float32
+
+
+def inverse_dtype(K: int, R: int, chunk: int, v: Tensor) -> torch.dtype:
+    """hopper.py multiplies P by the inverse before it rounds; the general kernels need all digits of the inverse."""
+    return v.dtype if on_hopper(K, R, chunk, v) else torch.float32
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ def scan_on_hopper(
 
 def invert(inputs: Inputs, x: Shape) -> Tensor:
     _, k, _, r, v, beta, log_decay = inputs
-    inverse = v.new_empty(*v.shape[:3], x.C)
+    inverse = v.new_empty(*v.shape[:3], x.C, dtype=torch.float32)
     solve = "ieee" if v.dtype == torch.float32 else "tf32x3"
     local_kernel[(x.chunks, x.H)](
         k,
@@ -287,7 +292,7 @@ def backward(
     x = Shape.make(inputs, cu_seqlens, chunk)
     dq, dk, du, dr, dv = (torch.empty_like(y) for y in inputs[:5])
     dbeta, dlog = (None if y is None else torch.empty_like(y) for y in (beta, log_decay))
-    if on_hopper(x, v):
+    if on_hopper(x.K, x.R, x.C, v):
         gradients = [dq, dk, du, dr, dv, dbeta, dlog]
         dstate = backward_on_hopper(dout, dfinal, inputs, initial_state, inverse, x, gradients)
         return dq.to(given[0]), dk.to(given[1]), du, dr, dv, dbeta, dlog, dstate
