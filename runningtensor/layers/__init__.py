@@ -1,0 +1,5 @@
+"""Layers: RunningTensor and its parts."""
+
+from runningtensor.layers.running_tensor import LayerState, RunningTensor
+
+__all__ = ["LayerState", "RunningTensor"]

@@ -1,0 +1,28 @@
+"""Normalisations."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / |x|, zero at zero with a finite gradient: eps is inside the root."""
+    y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(x) ⊙ SiLU(gate), over the last dimension."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return (y * silu(gate.to(y.dtype))).to(x.dtype)

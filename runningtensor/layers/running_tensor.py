@@ -1,0 +1,232 @@
+"""The layer of the paper's section 2.2: fused projection, short convolution, gates, the op, gated norm, projection.
+
+x → fused projection → short convolution → q, k, u, r, v, a, b, z1, z2, g_out
+q, k, u, r: SiLU, ℓ2, query-skip features, ℓ2      v: SiLU      β = σ(b)      ξ = σ(z)      g = logσ(a)/16
+o = running_tensor((q, u), (k, r), v)               out = (RMSNorm(o) ⊙ SiLU(g_out)) W
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, silu
+
+from runningtensor.layers.convolution import ShortConvolution
+from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
+from runningtensor.layers.projections import PROJECTIONS
+from runningtensor.ops import running_tensor, running_tensor_step
+
+TAU = 16  # of the forget gate, as in gated linear attention
+FORGET = ("telescoping", "cumulative", "none")
+
+
+class LayerState:
+    """What a layer keeps between calls, its window and its state: made by the caller, filled by the layer."""
+
+    def __init__(self) -> None:
+        self.conv: Tensor | None = None
+        self.state: Tensor | None = None
+        self.tokens = 0
+
+    def read(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.conv, self.state
+
+    def write(self, conv: Tensor, state: Tensor, tokens: int) -> None:
+        self.conv = keep(self.conv, conv)
+        self.state = keep(self.state, state)
+        self.tokens += tokens
+
+
+def keep(held: Tensor | None, new: Tensor) -> Tensor:
+    """Into the tensor that is held, whose address a CUDA graph may know."""
+    if held is None:
+        return new.detach()
+    if held is not new:
+        held.copy_(new.detach())
+    return held
+
+
+class RunningTensor(nn.Module):
+    """Linear attention with a tensor state, of order len(key_dims) + 1. The residual is outside.
+
+    projection:  "conconlyc" (channels repeated and mixed: the paper), "conconly" (repeated) or "linear" (a matrix)
+    delta:       the delta rule; else values are added
+    query_skip:  gates by which a query may leave out a key mode
+    forget:      "telescoping" (the paper), "cumulative" (α_t = exp g_t, as gated linear attention) or "none"
+    gate_conv:   the output gate passes through the short convolution too
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        key_dims: tuple[int, ...] = (24, 24),
+        value_dim: int = 48,
+        *,
+        projection: str = "conconlyc",
+        delta: bool = True,
+        query_skip: bool = True,
+        forget: str = "telescoping",
+        gate_conv: bool = True,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if projection not in PROJECTIONS:
+            raise ValueError(f"projection must be one of {', '.join(PROJECTIONS)}, but was {projection!r}")
+        if forget not in FORGET:
+            raise ValueError(f"forget must be one of {', '.join(FORGET)}, but was {forget!r}")
+        if len(key_dims) == 0 or min(*key_dims, value_dim, num_heads, conv_size, hidden_size) < 1:
+            raise ValueError(
+                "hidden_size, num_heads, key_dims, value_dim and conv_size must be positive, and key_dims not empty, "
+                f"but were {hidden_size}, {num_heads}, {tuple(key_dims)}, {value_dim} and {conv_size}"
+            )
+        self.hidden_size, self.num_heads, self.value_dim = hidden_size, num_heads, value_dim
+        self.key_dims = tuple(key_dims)
+        self.delta, self.query_skip, self.forget, self.gate_conv = delta, query_skip, forget, gate_conv
+        self.layer_idx = layer_idx
+        # The paper's tensor rows without query-skip gates have their channels all the same, its matrix rows have not.
+        skips = len(key_dims) if query_skip or self.order > 2 else 0
+        # In the paper's order, which with a repeated input decides what each of them reads.
+        pairs = [width for width in self.key_dims for _ in range(2)]  # q, k, u, r, …
+        self.sizes = [num_heads * n for n in (*pairs, value_dim, 1, 1, *[1] * skips, value_dim)]
+        fused = sum(self.sizes)
+        self.conv_channels = fused if gate_conv else fused - num_heads * value_dim
+        self.projection = PROJECTIONS[projection](hidden_size, fused)
+        self.conv = ShortConvolution(self.conv_channels, conv_size)
+        self.norm = GatedRMSNorm(value_dim, norm_eps)
+        self.out_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    @property
+    def order(self) -> int:
+        return len(self.key_dims) + 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the key modes of the state: the query-skip features have one slot more."""
+        return tuple(width + self.query_skip for width in self.key_dims)
+
+    @property
+    def state_floats(self) -> int:
+        """What the state of a sequence holds, in all heads."""
+        return self.num_heads * int(torch.Size(self.widths).numel()) * self.value_dim
+
+    def reset_parameters(self, output_scale: float = 1.0) -> None:
+        for part in (self.projection, self.conv, self.norm):
+            part.reset_parameters()
+        nn.init.normal_(self.out_proj.weight, std=output_scale * self.out_proj.in_features**-0.5)
+
+    def extra_repr(self) -> str:
+        modes = "×".join(map(str, (*self.widths, self.value_dim)))
+        return f"order {self.order}, {self.num_heads} heads of {modes}, delta={self.delta}, forget={self.forget!r}"
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [B,T,D]
+        attention_mask: Tensor | None = None,  # [B,L], L >= T: the last T columns say which tokens are there
+        past_key_values: Any = None,  # .layers[layer_idx] is a LayerState, or reads and writes like one
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,  # [N+1], B = 1
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, Any]:
+        T = hidden_states.shape[1]
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if cu_seqlens is not None and (attention_mask is not None or cache is not None):
+            raise ValueError("cu_seqlens must be None where there is an attention_mask or a cache: it has no padding")
+        window, state = cache.read() if cache is not None else (None, None)
+
+        mask = order = None
+        x = hidden_states
+        if attention_mask is not None:
+            mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
+            x = x.masked_fill(~mask[..., None], 0)
+            if T > 1:
+                # Tokens that are there first, in their order: a window of the convolution then holds no others.
+                order = (~mask).long().argsort(dim=1, stable=True)
+                mask = mask.gather(1, order)
+                x = x.gather(1, order[..., None].expand_as(x))
+        position = None if cu_seqlens is None else positions(cu_seqlens, T)
+
+        fused = self.projection(x)
+        mixed, gate = fused[..., : self.conv_channels], fused[..., -self.num_heads * self.value_dim :]
+        convolved = self.conv(mixed, window, position)
+        if self.gate_conv:
+            gate = convolved[..., -self.num_heads * self.value_dim :]
+        queries, keys, values, beta, log_decay, scale = self.split(convolved, mask)
+
+        if T == 1 and state is not None and not torch.is_grad_enabled():
+            out = running_tensor_step(
+                tuple(q[:, 0] for q in queries),
+                tuple(k[:, 0] for k in keys),
+                values[:, 0],
+                state,
+                beta=None if beta is None else beta[:, 0],
+                log_decay=None if log_decay is None else log_decay[:, 0],
+            )[:, None]
+        else:
+            out, state = running_tensor(
+                queries,
+                keys,
+                values,
+                beta=beta,
+                log_decay=log_decay,
+                initial_state=state,
+                output_final_state=cache is not None,
+                cu_seqlens=cu_seqlens,
+            )
+        if scale is not None:
+            out = out * scale
+        out = self.norm(out, gate.unflatten(-1, (self.num_heads, self.value_dim)))
+        out = self.out_proj(out.flatten(-2))
+        if mask is not None:
+            out = out * mask[..., None]
+        if order is not None:
+            out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
+        if cache is not None:
+            cache.write(self.next_window(mixed, window, mask), state, T)
+        return out, None, past_key_values
+
+    def split(
+        self, fused: Tensor, mask: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Queries, keys, values, β, log α and the scale of the outputs."""
+        H, modes = self.num_heads, len(self.key_dims)
+        parts = fused[..., : sum(self.sizes[:-1])].split(self.sizes[:-1], -1)
+        *pairs, values, a, b = parts[: 2 * modes + 3]
+        skips = parts[2 * modes + 3 :]
+        pairs = [l2_normalize(silu(x).unflatten(-1, (H, -1))) for x in pairs]
+        queries, keys = tuple(pairs[0::2]), tuple(pairs[1::2])
+        values = silu(values).unflatten(-1, (H, -1))
+        if self.query_skip:
+            ξ = [z.sigmoid()[..., None] for z in skips]
+            queries = tuple(l2_normalize(torch.cat((1 - g, g * q), -1)) for q, g in zip(queries, ξ, strict=True))
+            keys = tuple(l2_normalize(torch.cat((torch.ones_like(k[..., :1]), k), -1)) for k in keys)
+        if mask is not None:  # a zero key neither writes nor takes anything back
+            keys = tuple(k * mask[..., None, None] for k in keys)
+        beta = b.sigmoid() if self.delta else None
+        g = logsigmoid(a.float() if a.dtype in (torch.bfloat16, torch.float16) else a) / TAU
+        log_decay = scale = None
+        if self.forget == "cumulative":
+            log_decay = g if mask is None else g * mask[..., None]
+        elif self.forget == "telescoping":
+            # Γ_ts = exp(g_t - g_s) needs no decay in the rule: it comes off the values and back onto the outputs.
+            values = (values * torch.exp(-g)[..., None]).to(values.dtype)
+            scale = torch.exp(g)[..., None].to(values.dtype)
+        return queries, keys, values, beta, log_decay, scale
+
+    def next_window(self, mixed: Tensor, window: Tensor | None, mask: Tensor | None) -> Tensor:
+        """The inputs of the convolution at the last tokens that were there."""
+        size = self.conv.weight.shape[1] - 1
+        extended = self.conv.extend(mixed, window)
+        if mask is None:
+            return extended[:, extended.shape[1] - size :].clone()
+        last = mask.sum(1)[:, None] + torch.arange(size, device=mask.device)
+        return extended.gather(1, last[..., None].expand(-1, -1, extended.shape[2]))
+
+
+def positions(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Of each token in its own sequence."""
+    t = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return t - cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1]
