@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class ShortConvolution(nn.Module):
-    """y_t = Σ_s w_s x_{t-s} in each channel. `window` holds the inputs of the tokens before the first."""
+    """y_t = Σ_s w_s x_{t-s} in each channel."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -15,21 +15,15 @@ class ShortConvolution(nn.Module):
         bound = self.weight.shape[1] ** -0.5  # as torch does for a Conv1d of one channel a group
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, window: Tensor | None = None, position: Tensor | None = None) -> Tensor:
-        """x [B,T,C], window [B,size-1,C], position [T]: where sequences are packed, of each token in its own."""
-        T, size = x.shape[1], self.weight.shape[1]
-        padded = self.extend(x, window)
+    def forward(self, x: Tensor, position: Tensor | None = None) -> Tensor:
+        """x [B,size-1+T,C] begins with the tokens before the first; position [T] is that in each packed sequence."""
+        before = self.weight.shape[1] - 1
+        T = x.shape[1] - before
         weight = self.weight.to(x.dtype)
-        y = weight[:, -1] * x
-        for s in range(1, size):
-            earlier = padded[:, size - 1 - s : size - 1 - s + T]
+        y = weight[:, -1] * x[:, before:]
+        for s in range(1, before + 1):
+            earlier = x[:, before - s : before - s + T]
             if position is not None:
                 earlier = earlier * (position >= s)[:, None]
             y = y + weight[:, -1 - s] * earlier
         return y
-
-    def extend(self, x: Tensor, window: Tensor | None) -> Tensor:
-        """x with the tokens before it, [B,size-1+T,C]."""
-        if window is None:
-            window = x.new_zeros(x.shape[0], self.weight.shape[1] - 1, x.shape[2])
-        return torch.cat((window.to(x.dtype), x), 1)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from runningtensor.layers.fused import gated_norm, usable
+
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / |x|, zero at zero with a finite gradient: eps is inside the root."""
@@ -12,7 +14,7 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm(x) ⊙ SiLU(gate), over the last dimension."""
+    """RMSNorm(scale x) ⊙ SiLU(gate), over the last dimension."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -22,7 +24,11 @@ class GatedRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor, scale: Tensor | None = None) -> Tensor:
+        if usable(x):
+            return gated_norm(x, gate, scale, self.weight, self.eps)
         y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if scale is not None:
+            y = y * scale[..., None]
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
         return (y * silu(gate.to(y.dtype))).to(x.dtype)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, silu
+from torch.nn.functional import logsigmoid, pad, silu
 
 from runningtensor.layers.convolution import ShortConvolution
+from runningtensor.layers.fused import Front, front, usable
 from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
-from runningtensor.layers.projections import PROJECTIONS
+from runningtensor.layers.projections import PROJECTIONS, ConcOnlyC
 from runningtensor.ops import running_tensor, running_tensor_step
 
 TAU = 16  # of the forget gate, as in gated linear attention
@@ -93,6 +94,8 @@ class RunningTensor(nn.Module):
         self.sizes = [num_heads * n for n in (*pairs, value_dim, 1, 1, *[1] * skips, value_dim)]
         fused = sum(self.sizes)
         self.conv_channels = fused if gate_conv else fused - num_heads * value_dim
+        self.shape = Front(self.key_dims, value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+        self.dense = projection == "linear"
         self.projection = PROJECTIONS[projection](hidden_size, fused)
         self.conv = ShortConvolution(self.conv_channels, conv_size)
         self.norm = GatedRMSNorm(value_dim, norm_eps)
@@ -149,13 +152,11 @@ class RunningTensor(nn.Module):
                 x = x.gather(1, order[..., None].expand_as(x))
         position = None if cu_seqlens is None else positions(cu_seqlens, T)
 
-        fused = self.projection(x)
-        mixed, gate = fused[..., : self.conv_channels], fused[..., -self.num_heads * self.value_dim :]
-        convolved = self.conv(mixed, window, position)
-        if self.gate_conv:
-            gate = convolved[..., -self.num_heads * self.value_dim :]
-        queries, keys, values, beta, log_decay, scale = self.split(convolved, mask)
-
+        # A cache holds the last inputs of the convolution, before their channels are repeated.
+        source = self.projection(x) if self.dense else x
+        if window is not None:
+            source = torch.cat((window.to(source.dtype), source), 1)
+        queries, keys, values, beta, log_decay, scale, gate = self.front(source, T, position, mask)
         if T == 1 and state is not None and not torch.is_grad_enabled():
             out = running_tensor_step(
                 tuple(q[:, 0] for q in queries),
@@ -176,24 +177,40 @@ class RunningTensor(nn.Module):
                 output_final_state=cache is not None,
                 cu_seqlens=cu_seqlens,
             )
-        if scale is not None:
-            out = out * scale
-        out = self.norm(out, gate.unflatten(-1, (self.num_heads, self.value_dim)))
-        out = self.out_proj(out.flatten(-2))
+        out = self.out_proj(self.norm(out, gate.unflatten(-1, (self.num_heads, self.value_dim)), scale).flatten(-2))
         if mask is not None:
             out = out * mask[..., None]
         if order is not None:
             out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
         if cache is not None:
-            cache.write(self.next_window(mixed, window, mask), state, T)
+            cache.write(self.next_window(source, T, mask), state, T)
         return out, None, past_key_values
 
-    def split(
-        self, fused: Tensor, mask: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Queries, keys, values, β, log α and the scale of the outputs."""
-        H, modes = self.num_heads, len(self.key_dims)
-        parts = fused[..., : sum(self.sizes[:-1])].split(self.sizes[:-1], -1)
+    def front(
+        self, source: Tensor, T: int, position: Tensor | None, mask: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+        """Queries, keys, values, β, log α, the scale of the outputs and the output gate, of the last T tokens."""
+        H, V, modes = self.num_heads, self.value_dim, len(self.key_dims)
+        if usable(source):
+            taps = self.projection.taps if isinstance(self.projection, ConcOnlyC) else None
+            found = front(self.shape, source, taps, self.conv.weight, source.shape[1] - T, position, mask)
+            values, overwrite, forget, gate = found[2 * modes :]
+            return (
+                tuple(found[:modes]),
+                tuple(found[modes : 2 * modes]),
+                values,
+                overwrite if self.delta else None,
+                forget if self.forget == "cumulative" else None,
+                forget if self.forget == "telescoping" else None,
+                gate,
+            )
+
+        before = self.conv.weight.shape[1] - 1
+        source = pad(source, (0, 0, before + T - source.shape[1], 0))
+        fused = source if self.dense else self.projection(source)
+        convolved = self.conv(fused[..., : self.conv_channels], position)
+        gate = convolved[..., -H * V :] if self.gate_conv else fused[:, before:, -H * V :]
+        parts = convolved[..., : sum(self.sizes[:-1])].split(self.sizes[:-1], -1)
         *pairs, values, a, b = parts[: 2 * modes + 3]
         skips = parts[2 * modes + 3 :]
         pairs = [l2_normalize(silu(x).unflatten(-1, (H, -1))) for x in pairs]
@@ -213,17 +230,17 @@ class RunningTensor(nn.Module):
         elif self.forget == "telescoping":
             # Γ_ts = exp(g_t - g_s) needs no decay in the rule: it comes off the values and back onto the outputs.
             values = (values * torch.exp(-g)[..., None]).to(values.dtype)
-            scale = torch.exp(g)[..., None].to(values.dtype)
-        return queries, keys, values, beta, log_decay, scale
+            scale = torch.exp(g)
+        return queries, keys, values, beta, log_decay, scale, gate
 
-    def next_window(self, mixed: Tensor, window: Tensor | None, mask: Tensor | None) -> Tensor:
+    def next_window(self, source: Tensor, T: int, mask: Tensor | None) -> Tensor:
         """The inputs of the convolution at the last tokens that were there."""
-        size = self.conv.weight.shape[1] - 1
-        extended = self.conv.extend(mixed, window)
+        before = self.conv.weight.shape[1] - 1
+        source = pad(source, (0, 0, before + T - source.shape[1], 0))
         if mask is None:
-            return extended[:, extended.shape[1] - size :].clone()
-        last = mask.sum(1)[:, None] + torch.arange(size, device=mask.device)
-        return extended.gather(1, last[..., None].expand(-1, -1, extended.shape[2]))
+            return source[:, T:].clone()
+        last = mask.sum(1)[:, None] + torch.arange(before, device=mask.device)
+        return source.gather(1, last[..., None].expand(-1, -1, source.shape[2]))
 
 
 def positions(cu_seqlens: Tensor, T: int) -> Tensor:

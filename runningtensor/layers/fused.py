@@ -1,0 +1,311 @@
+"""kernels.py as two differentiable ops, `front` and `gated_norm`, and whether they can be used."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runningtensor.ops.interface import triton_refuses
+
+BLOCK = 64  # tokens, or rows, of a program
+
+
+def usable(x: Tensor) -> bool:
+    """Where the kernels of the op run, so do these."""
+    return x.is_cuda and triton_refuses(x.device, x.dtype) is None
+
+
+@dataclass(frozen=True)
+class Front:
+    """The shape of a layer's front end."""
+
+    key_dims: tuple[int, ...]
+    value_dim: int
+    num_heads: int
+    skips: int  # channels for query-skip gates
+    query_skip: bool
+    delta: bool
+    forget: str
+    gate_conv: bool
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The channels at which q, k, u, r, v, a, b, z1, z2 and g_out begin."""
+        pairs = [width for width in self.key_dims for _ in range(2)]
+        sizes = (*pairs, self.value_dim, 1, 1, *[1] * self.skips)
+        return tuple(accumulate((self.num_heads * n for n in sizes), initial=0))
+
+    @property
+    def channels(self) -> int:
+        return self.starts[-1] + self.num_heads * self.value_dim
+
+    def outputs(self, x: Tensor, extra: int) -> list[Tensor]:
+        """Room for queries, keys, values, β, what the forget gate gives, and the output gate."""
+        lead = (x.shape[0], x.shape[1] - extra, self.num_heads)
+        widths = [width + self.query_skip for width in self.key_dims]
+        shapes = [(*lead, width) for width in widths * 2] + [(*lead, self.value_dim)]
+        found = [x.new_empty(shape) for shape in shapes]
+        found.append(x.new_empty(lead if self.delta else 0))
+        found.append(x.new_empty(lead if self.forget != "none" else 0, dtype=torch.float32))
+        return [*found, x.new_empty(*lead[:2], self.num_heads * self.value_dim)]
+
+    def constants(
+        self, x: Tensor, taps: Tensor | None, conv: Tensor, extra: int, position: Tensor | None
+    ) -> dict[str, Any]:
+        import triton
+
+        return dict(
+            KEY_DIMS=self.key_dims,
+            STARTS=self.starts,
+            V=self.value_dim,
+            H=self.num_heads,
+            D=x.shape[2],
+            F=self.channels,
+            C=conv.shape[0],
+            SIZE=conv.shape[1],
+            BT=min(BLOCK, triton.next_power_of_2(x.shape[1] - extra)),
+            EXTRA=extra,
+            KP=triton.next_power_of_2(max(self.key_dims)),
+            VP=triton.next_power_of_2(self.value_dim),
+            MIX=taps is not None,
+            SKIP=int(self.query_skip),
+            TELESCOPING=self.forget == "telescoping",
+            GATE_CONV=self.gate_conv,
+            PACKED=position is not None,
+        )
+
+
+def front(
+    front: Front,
+    x: Tensor,  # [B,extra+T,D], or of d_fused channels behind a matrix
+    taps: Tensor | None,  # of the mixing
+    conv: Tensor,
+    extra: int,  # tokens at the front that the convolution reads and nothing is asked of
+    position: Tensor | None,
+    mask: Tensor | None,
+) -> list[Tensor]:
+    """Queries, keys, values, β, exp(g) or log α, and the output gate, of T tokens."""
+    shape = (front.key_dims, front.value_dim, front.num_heads, front.skips)
+    options = (front.query_skip, front.delta, front.forget, front.gate_conv)
+    return _front(x, taps, conv, extra, position, mask, *shape, *options)
+
+
+@torch.library.custom_op("runningtensor::front", mutates_args=())
+def _front(
+    x: Tensor,
+    taps: Tensor | None,
+    conv: Tensor,
+    extra: int,
+    position: Tensor | None,
+    mask: Tensor | None,
+    key_dims: Sequence[int],
+    value_dim: int,
+    num_heads: int,
+    skips: int,
+    query_skip: bool,
+    delta: bool,
+    forget: str,
+    gate_conv: bool,
+) -> list[Tensor]:
+    from runningtensor.layers.kernels import front_kernel
+
+    front = Front(tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+    x, conv = x.contiguous(), conv.contiguous()
+    outputs = front.outputs(x, extra)
+    if outputs[0].numel() == 0:
+        return outputs
+    modes = len(key_dims)
+    queries, keys, (values, beta, gone, gate) = outputs[:modes], outputs[modes : 2 * modes], outputs[2 * modes :]
+    constants = front.constants(x, taps, conv, extra, position)
+    T = x.shape[1] - extra
+    front_kernel[(x.shape[0] * -(-T // constants["BT"]), num_heads)](
+        x,
+        taps,
+        conv,
+        position,
+        None if mask is None else mask.contiguous(),
+        tuple(queries),
+        tuple(keys),
+        values,
+        beta if delta else None,
+        gone if forget != "none" else None,
+        gate,
+        T,
+        **constants,
+    )
+    return outputs
+
+
+@_front.register_fake
+def _like_front(x, taps, conv, extra, position, mask, key_dims, *rest):  # type: ignore[no-untyped-def]
+    return Front(tuple(key_dims), *rest).outputs(x, extra)
+
+
+@torch.library.custom_op("runningtensor::front_backward", mutates_args=())
+def _front_backward(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    taps: Tensor | None,
+    conv: Tensor,
+    extra: int,
+    position: Tensor | None,
+    mask: Tensor | None,
+    key_dims: Sequence[int],
+    value_dim: int,
+    num_heads: int,
+    skips: int,
+    query_skip: bool,
+    delta: bool,
+    forget: str,
+    gate_conv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from runningtensor.layers.kernels import front_gradients_kernel, input_gradients_kernel
+
+    front = Front(tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+    x, conv = x.contiguous(), conv.contiguous()
+    grads = [grad.contiguous() for grad in grads]
+    modes, B, T, D = len(key_dims), x.shape[0], x.shape[1] - extra, x.shape[2]
+    constants = front.constants(x, taps, conv, extra, position)
+    blocks = B * -(-T // constants["BT"])
+    dfused = x.new_empty(B, T, front.channels)
+    dtaps = x.new_empty(blocks, num_heads, 0 if taps is None else 3, dtype=torch.float32)
+    dconv = x.new_empty(blocks, *conv.shape, dtype=torch.float32)
+    dx = x.new_empty(B, T, D)
+    if dx.numel() > 0:
+        mask = None if mask is None else mask.contiguous()
+        dvalues, dbeta, dgone, dgate = grads[2 * modes :]
+        front_gradients_kernel[(blocks, num_heads)](
+            x,
+            taps,
+            conv,
+            position,
+            mask,
+            tuple(grads[:modes]),
+            tuple(grads[modes : 2 * modes]),
+            dvalues,
+            dbeta if delta else None,
+            dgone if forget != "none" else None,
+            dgate,
+            dfused,
+            dtaps,
+            dconv,
+            T,
+            **constants,
+        )
+        BD = min(64, constants["KP"] * 2)
+        shared = {name: constants[name] for name in ("D", "F", "C", "SIZE", "BT", "MIX", "PACKED")}
+        input_gradients_kernel[(blocks, -(-D // BD))](dfused, taps, conv, position, dx, T, BD=BD, **shared)
+    return dx, dtaps.sum((0, 1)).to(x.dtype if taps is None else taps.dtype), dconv.sum(0).to(conv.dtype)
+
+
+@_front_backward.register_fake
+def _like_front_backward(grads, x, taps, conv, extra, *rest):  # type: ignore[no-untyped-def]
+    dtaps = x.new_empty(0) if taps is None else torch.empty_like(taps)
+    return x.new_empty(x.shape[0], x.shape[1] - extra, x.shape[2]), dtaps, torch.empty_like(conv)
+
+
+def _save_front(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, taps, conv, ctx.extra, position, mask, *ctx.shape = inputs
+    ctx.save_for_backward(x, taps, conv, position, mask, *output)
+
+
+def _front_gradients(ctx, grads):  # type: ignore[no-untyped-def]
+    x, taps, conv, position, mask, *outputs = ctx.saved_tensors
+    grads = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
+    dx, dtaps, dconv = _front_backward(grads, x, taps, conv, ctx.extra, position, mask, *ctx.shape)
+    if ctx.extra > 0:  # what a cache holds has no gradient
+        dx = torch.nn.functional.pad(dx, (0, 0, ctx.extra, 0))
+    return dx, None if taps is None else dtaps, dconv, *[None] * (3 + len(ctx.shape))
+
+
+_front.register_autograd(_front_gradients, setup_context=_save_front)
+
+
+@torch.library.custom_op("runningtensor::gated_norm", mutates_args=())
+def gated_norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm(scale x) ⊙ SiLU(gate), over the last dimension of x [...,V]; scale [...]."""
+    import triton
+
+    from runningtensor.layers.kernels import norm_kernel
+
+    x, gate = x.contiguous(), gate.contiguous()
+    out = torch.empty_like(x)
+    V = x.shape[-1]
+    rows = x.numel() // V
+    if rows > 0:
+        norm_kernel[(-(-rows // BLOCK),)](
+            x,
+            gate,
+            None if scale is None else scale.contiguous(),
+            weight,
+            out,
+            rows,
+            eps,
+            V=V,
+            BR=BLOCK,
+            VP=triton.next_power_of_2(V),
+        )
+    return out
+
+
+@gated_norm.register_fake
+def _like_norm(x, gate, scale, weight, eps):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("runningtensor::gated_norm_backward", mutates_args=())
+def _norm_backward(
+    dout: Tensor, x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    import triton
+
+    from runningtensor.layers.kernels import norm_gradients_kernel
+
+    dout, x, gate = dout.contiguous(), x.contiguous(), gate.contiguous()
+    V = x.shape[-1]
+    rows = x.numel() // V
+    blocks = -(-rows // BLOCK)
+    dx, dgate = torch.empty_like(x), torch.empty_like(gate)
+    dscale = x.new_empty(0) if scale is None else torch.empty_like(scale, memory_format=torch.contiguous_format)
+    dweight = x.new_empty(blocks, V, dtype=torch.float32)
+    if rows > 0:
+        norm_gradients_kernel[(blocks,)](
+            x,
+            gate,
+            None if scale is None else scale.contiguous(),
+            weight,
+            dout,
+            dx,
+            dgate,
+            dscale,
+            dweight,
+            rows,
+            eps,
+            V=V,
+            BR=BLOCK,
+            VP=triton.next_power_of_2(V),
+        )
+    return dx, dgate, dscale, dweight.sum(0).to(weight.dtype)
+
+
+@_norm_backward.register_fake
+def _like_norm_backward(dout, x, gate, scale, weight, eps):  # type: ignore[no-untyped-def]
+    like = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, gate)]
+    return *like, x.new_empty(0) if scale is None else torch.empty_like(scale), torch.empty_like(weight)
+
+
+def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _norm_gradients(ctx, dout):  # type: ignore[no-untyped-def]
+    x, gate, scale, weight = ctx.saved_tensors
+    dx, dgate, dscale, dweight = _norm_backward(dout, x, gate, scale, weight, ctx.eps)
+    return dx, dgate, None if scale is None else dscale, dweight, None
+
+
+gated_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
