@@ -54,6 +54,43 @@ def selfcheck(
     raise typer.Exit(wrong > 0)
 
 
+MODEL = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]
+
+
+@app.command()
+def generate(
+    model: MODEL,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+) -> None:
+    """Continue a prompt, printing the text as it is written."""
+    from runningtensor.models.commands import generate
+
+    generate(model, prompt, max_new_tokens, temperature, device)
+
+
+@app.command()
+def inspect(model: MODEL) -> None:
+    """A model's layers: parameters, state, work a token, and its cache beside that of attention. Loads no weights."""
+    from runningtensor.models.commands import inspect
+
+    inspect(model, console)
+
+
+@app.command()
+def export(
+    model: MODEL,
+    folder: Annotated[Path, typer.Argument(help="Where the model goes, with its code.")],
+) -> None:
+    """Save a model with all the code it needs: it then loads with trust_remote_code=True without this package."""
+    from runningtensor.models.commands import export
+
+    export(model, folder)
+    console.print(f"{model} → {folder}")
+
+
 @bench.command()
 def ops(
     out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/bench"),

@@ -24,6 +24,6 @@ class ShortConvolution(nn.Module):
         for s in range(1, before + 1):
             earlier = x[:, before - s : before - s + T]
             if position is not None:
-                earlier = earlier * (position >= s)[:, None]
+                earlier = earlier.masked_fill((position < s)[:, None], 0)  # another sequence, whatever it holds
             y = y + weight[:, -1 - s] * earlier
         return y

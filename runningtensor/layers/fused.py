@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runningtensor.ops.interface import triton_refuses
 
-BLOCK = 64  # tokens, or rows, of a program
+BLOCK = 32  # tokens, or rows, of a program
 
 
 def usable(x: Tensor) -> bool:
@@ -22,6 +22,7 @@ def usable(x: Tensor) -> bool:
 class Front:
     """The shape of a layer's front end."""
 
+    period: int  # channels after which the projection repeats itself
     key_dims: tuple[int, ...]
     value_dim: int
     num_heads: int
@@ -52,9 +53,7 @@ class Front:
         found.append(x.new_empty(lead if self.forget != "none" else 0, dtype=torch.float32))
         return [*found, x.new_empty(*lead[:2], self.num_heads * self.value_dim)]
 
-    def constants(
-        self, x: Tensor, taps: Tensor | None, conv: Tensor, extra: int, position: Tensor | None
-    ) -> dict[str, Any]:
+    def constants(self, x: Tensor, conv: Tensor, extra: int, position: Tensor | None) -> dict[str, Any]:
         import triton
 
         return dict(
@@ -62,15 +61,14 @@ class Front:
             STARTS=self.starts,
             V=self.value_dim,
             H=self.num_heads,
-            D=x.shape[2],
+            D=self.period,
+            X=x.shape[2],
             F=self.channels,
-            C=conv.shape[0],
             SIZE=conv.shape[1],
             BT=min(BLOCK, triton.next_power_of_2(x.shape[1] - extra)),
             EXTRA=extra,
             KP=triton.next_power_of_2(max(self.key_dims)),
             VP=triton.next_power_of_2(self.value_dim),
-            MIX=taps is not None,
             SKIP=int(self.query_skip),
             TELESCOPING=self.forget == "telescoping",
             GATE_CONV=self.gate_conv,
@@ -80,27 +78,26 @@ class Front:
 
 def front(
     front: Front,
-    x: Tensor,  # [B,extra+T,D], or of d_fused channels behind a matrix
-    taps: Tensor | None,  # of the mixing
+    x: Tensor,  # [B,extra+T,·]: what a projection's `compact` gives
     conv: Tensor,
     extra: int,  # tokens at the front that the convolution reads and nothing is asked of
     position: Tensor | None,
     mask: Tensor | None,
 ) -> list[Tensor]:
     """Queries, keys, values, β, exp(g) or log α, and the output gate, of T tokens."""
-    shape = (front.key_dims, front.value_dim, front.num_heads, front.skips)
+    shape = (front.period, front.key_dims, front.value_dim, front.num_heads, front.skips)
     options = (front.query_skip, front.delta, front.forget, front.gate_conv)
-    return _front(x, taps, conv, extra, position, mask, *shape, *options)
+    return _front(x, conv, extra, position, mask, *shape, *options)
 
 
 @torch.library.custom_op("runningtensor::front", mutates_args=())
 def _front(
     x: Tensor,
-    taps: Tensor | None,
     conv: Tensor,
     extra: int,
     position: Tensor | None,
     mask: Tensor | None,
+    period: int,
     key_dims: Sequence[int],
     value_dim: int,
     num_heads: int,
@@ -112,18 +109,17 @@ def _front(
 ) -> list[Tensor]:
     from runningtensor.layers.kernels import front_kernel
 
-    front = Front(tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+    front = Front(period, tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
     x, conv = x.contiguous(), conv.contiguous()
     outputs = front.outputs(x, extra)
     if outputs[0].numel() == 0:
         return outputs
     modes = len(key_dims)
     queries, keys, (values, beta, gone, gate) = outputs[:modes], outputs[modes : 2 * modes], outputs[2 * modes :]
-    constants = front.constants(x, taps, conv, extra, position)
+    constants = front.constants(x, conv, extra, position)
     T = x.shape[1] - extra
     front_kernel[(x.shape[0] * -(-T // constants["BT"]), num_heads)](
         x,
-        taps,
         conv,
         position,
         None if mask is None else mask.contiguous(),
@@ -140,19 +136,19 @@ def _front(
 
 
 @_front.register_fake
-def _like_front(x, taps, conv, extra, position, mask, key_dims, *rest):  # type: ignore[no-untyped-def]
-    return Front(tuple(key_dims), *rest).outputs(x, extra)
+def _like_front(x, conv, extra, position, mask, period, key_dims, *rest):  # type: ignore[no-untyped-def]
+    return Front(period, tuple(key_dims), *rest).outputs(x, extra)
 
 
 @torch.library.custom_op("runningtensor::front_backward", mutates_args=())
 def _front_backward(
     grads: Sequence[Tensor],
     x: Tensor,
-    taps: Tensor | None,
     conv: Tensor,
     extra: int,
     position: Tensor | None,
     mask: Tensor | None,
+    period: int,
     key_dims: Sequence[int],
     value_dim: int,
     num_heads: int,
@@ -161,25 +157,23 @@ def _front_backward(
     delta: bool,
     forget: str,
     gate_conv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     from runningtensor.layers.kernels import front_gradients_kernel, input_gradients_kernel
 
-    front = Front(tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+    front = Front(period, tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
     x, conv = x.contiguous(), conv.contiguous()
     grads = [grad.contiguous() for grad in grads]
-    modes, B, T, D = len(key_dims), x.shape[0], x.shape[1] - extra, x.shape[2]
-    constants = front.constants(x, taps, conv, extra, position)
+    modes, B, T, X = len(key_dims), x.shape[0], x.shape[1] - extra, x.shape[2]
+    constants = front.constants(x, conv, extra, position)
     blocks = B * -(-T // constants["BT"])
     dfused = x.new_empty(B, T, front.channels)
-    dtaps = x.new_empty(blocks, num_heads, 0 if taps is None else 3, dtype=torch.float32)
     dconv = x.new_empty(blocks, *conv.shape, dtype=torch.float32)
-    dx = x.new_empty(B, T, D)
+    dx = x.new_empty(B, T, X)
     if dx.numel() > 0:
         mask = None if mask is None else mask.contiguous()
         dvalues, dbeta, dgone, dgate = grads[2 * modes :]
         front_gradients_kernel[(blocks, num_heads)](
             x,
-            taps,
             conv,
             position,
             mask,
@@ -190,35 +184,35 @@ def _front_backward(
             dgone if forget != "none" else None,
             dgate,
             dfused,
-            dtaps,
             dconv,
             T,
+            C=conv.shape[0],
             **constants,
         )
         BD = min(64, constants["KP"] * 2)
-        shared = {name: constants[name] for name in ("D", "F", "C", "SIZE", "BT", "MIX", "PACKED")}
-        input_gradients_kernel[(blocks, -(-D // BD))](dfused, taps, conv, position, dx, T, BD=BD, **shared)
-    return dx, dtaps.sum((0, 1)).to(x.dtype if taps is None else taps.dtype), dconv.sum(0).to(conv.dtype)
+        shared = {name: constants[name] for name in ("D", "X", "F", "SIZE", "BT", "PACKED")}
+        grid = (blocks, -(-X // BD))
+        input_gradients_kernel[grid](dfused, conv, position, dx, T, C=conv.shape[0], BD=BD, **shared)
+    return dx, dconv.sum(0).to(conv.dtype)
 
 
 @_front_backward.register_fake
-def _like_front_backward(grads, x, taps, conv, extra, *rest):  # type: ignore[no-untyped-def]
-    dtaps = x.new_empty(0) if taps is None else torch.empty_like(taps)
-    return x.new_empty(x.shape[0], x.shape[1] - extra, x.shape[2]), dtaps, torch.empty_like(conv)
+def _like_front_backward(grads, x, conv, extra, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], x.shape[1] - extra, x.shape[2]), torch.empty_like(conv)
 
 
 def _save_front(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, taps, conv, ctx.extra, position, mask, *ctx.shape = inputs
-    ctx.save_for_backward(x, taps, conv, position, mask, *output)
+    x, conv, ctx.extra, position, mask, *ctx.shape = inputs
+    ctx.save_for_backward(x, conv, position, mask, *output)
 
 
 def _front_gradients(ctx, grads):  # type: ignore[no-untyped-def]
-    x, taps, conv, position, mask, *outputs = ctx.saved_tensors
+    x, conv, position, mask, *outputs = ctx.saved_tensors
     grads = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
-    dx, dtaps, dconv = _front_backward(grads, x, taps, conv, ctx.extra, position, mask, *ctx.shape)
+    dx, dconv = _front_backward(grads, x, conv, ctx.extra, position, mask, *ctx.shape)
     if ctx.extra > 0:  # what a cache holds has no gradient
         dx = torch.nn.functional.pad(dx, (0, 0, ctx.extra, 0))
-    return dx, None if taps is None else dtaps, dconv, *[None] * (3 + len(ctx.shape))
+    return dx, dconv, *[None] * (3 + len(ctx.shape))
 
 
 _front.register_autograd(_front_gradients, setup_context=_save_front)

@@ -1,10 +1,12 @@
 """The front end of the layer and its gated norm as Triton kernels: what running_tensor.py computes in a dozen passes.
 
-`front_kernel` reads x, repeats and mixes its channels, convolves them over time and forms queries, keys, values and
-gates, a block of tokens of one head at a time; nothing as wide as the projection is written. Backward,
-`front_gradients_kernel` does that again and writes the gradient of what the convolution gave, and
-`input_gradients_kernel` takes it through the convolution and the mixing to x. Sums over tokens are left in one row for
-each block of tokens, to be added in one order.
+`front_kernel` reads x, repeats its channels, convolves them over time and forms queries, keys, values and gates, a
+block of tokens of one head at a time; nothing as wide as the projection is written. Backward, `front_gradients_kernel`
+does that again and writes the gradient of what the convolution gave, and `input_gradients_kernel` takes it through the
+convolution to x. Sums over tokens are left in one row for each block of tokens, to be added in one order.
+
+x [·,X] is what a projection's `compact` gives: channel c of d_fused is column c % D, but for the first and the last,
+which have columns of their own where channels are mixed (X = D + 2), for there the mixing ends.
 """
 
 import triton
@@ -26,38 +28,40 @@ def tokens(position, T, BT: tl.constexpr, EXTRA: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
-def repeated(x, c, there, real, D: tl.constexpr):
-    """x̃ at channels c [BT,W], in float32; x are pointers to rows [BT]."""
-    return tl.load(x[:, None] + (c % D)[None, :], mask=there[:, None] & real[None, :], other=0.0).to(tl.float32)
+def column(c, D: tl.constexpr, X: tl.constexpr, F: tl.constexpr):
+    """Of x, for channels c."""
+    at = c % D
+    if X > D:
+        at = tl.where(c == 0, D, tl.where(c == F - 1, D + 1, at))
+    return at
 
 
 @triton.jit
-def mixed(x, taps, c, there, real, D: tl.constexpr, F: tl.constexpr, MIX: tl.constexpr):
-    """What the convolution reads at channels c."""
-    y = repeated(x, c, there, real, D)
-    if MIX:
-        y *= tl.load(taps + 1).to(tl.float32)
-        y += tl.load(taps).to(tl.float32) * repeated(x, c + D - 1, there, real & (c > 0), D)
-        y += tl.load(taps + 2).to(tl.float32) * repeated(x, c + 1, there, real & (c < F - 1), D)
-    return y
+def earlier(here, at, real, s, X: tl.constexpr):
+    """Columns of x, s tokens before [BT,W], in float32."""
+    x, _, t, age, inside = here
+    there = inside & (age >= s)
+    return tl.load(x + (t - s)[:, None] * X + at[None, :], mask=there[:, None] & real[None, :], other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
-def convolved(here, c, real, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, MIX: tl.constexpr):
+def convolved(here, c, real, D: tl.constexpr, X: tl.constexpr, F: tl.constexpr, SIZE: tl.constexpr):
     """Channels c after the short convolution [BT,W]."""
-    x, taps, conv, t, age, inside = here
-    y = tl.zeros([t.shape[0], c.shape[0]], tl.float32)
+    at = column(c, D, X, F)
+    y = tl.zeros([here[2].shape[0], c.shape[0]], tl.float32)
     for s in tl.static_range(SIZE):
-        tap = tl.load(conv + c * SIZE + (SIZE - 1 - s), mask=real, other=0.0).to(tl.float32)
-        y += mixed(x + (t - s) * D, taps, c, inside & (age >= s), real, D, F, MIX) * tap[None, :]
+        tap = tl.load(here[1] + c * SIZE + (SIZE - 1 - s), mask=real, other=0.0).to(tl.float32)
+        y += earlier(here, at, real, s, X) * tap[None, :]
     return y
 
 
 @triton.jit
-def channel(here, c, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, MIX: tl.constexpr):
+def channel(here, c, D: tl.constexpr, X: tl.constexpr, F: tl.constexpr, SIZE: tl.constexpr):
     """One channel after the short convolution [BT]."""
     one = tl.arange(0, 1)
-    return tl.sum(convolved(here, c + one, one == 0, D, F, C, SIZE, MIX), 1)
+    return tl.sum(convolved(here, c + one, one == 0, D, X, F, SIZE), 1)
 
 
 @triton.jit
@@ -73,8 +77,7 @@ def log_sigmoid(x):
 
 @triton.jit(do_not_specialize=["T"])
 def front_kernel(
-    x,  # [B,EXTRA+T,D]
-    taps,  # MIX: [3]
+    x,  # [B,EXTRA+T,X]
     conv,  # [C,SIZE]
     position,  # PACKED: [T]
     mask,  # [B,T] or None
@@ -90,13 +93,12 @@ def front_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
+    X: tl.constexpr,
     F: tl.constexpr,
-    C: tl.constexpr,
     SIZE: tl.constexpr,
     BT: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
-    MIX: tl.constexpr,
     SKIP: tl.constexpr,
     TELESCOPING: tl.constexpr,
     GATE_CONV: tl.constexpr,
@@ -106,8 +108,8 @@ def front_kernel(
     b, t, inside, age = tokens(position, T, BT, EXTRA, PACKED)
     h = tl.program_id(1)
     row = b * T + t
-    x += (b * (T + EXTRA) + EXTRA) * D
-    here = (x, taps, conv, t, age, inside)
+    x += (b * (T + EXTRA) + EXTRA) * X
+    here = (x, conv, t, age, inside)
     kept = tl.full([BT], 1.0, tl.float32)
     if mask is not None:
         kept = tl.load(mask + row, mask=inside, other=0).to(tl.float32)
@@ -117,15 +119,15 @@ def front_kernel(
     for i in tl.static_range(N):
         real = w < KEY_DIMS[i]
         c = h * KEY_DIMS[i] + w
-        q = convolved(here, STARTS[2 * i] + c, real, D, F, C, SIZE, MIX)
-        k = convolved(here, STARTS[2 * i + 1] + c, real, D, F, C, SIZE, MIX)
+        q = convolved(here, STARTS[2 * i] + c, real, D, X, F, SIZE)
+        k = convolved(here, STARTS[2 * i + 1] + c, real, D, X, F, SIZE)
         q *= tl.sigmoid(q)
         k *= tl.sigmoid(k)
         q *= unit(q)[:, None]
         k *= unit(k)[:, None]
         at = (row * H + h) * (KEY_DIMS[i] + SKIP)
         if SKIP:  # [1 - ξ, ξq] and [1, k], of length one
-            xi = tl.sigmoid(channel(here, STARTS[2 * N + 3 + i] + h, D, F, C, SIZE, MIX))
+            xi = tl.sigmoid(channel(here, STARTS[2 * N + 3 + i] + h, D, X, F, SIZE))
             q *= xi[:, None]
             norm = tl.rsqrt(tl.sum(q * q, 1) + (1.0 - xi) * (1.0 - xi) + EPS)
             q *= norm[:, None]
@@ -142,10 +144,10 @@ def front_kernel(
     real = o < V
     into = ((row * H + h) * V)[:, None] + o[None, :]
     both = inside[:, None] & real[None, :]
-    v = convolved(here, STARTS[2 * N] + h * V + o, real, D, F, C, SIZE, MIX)
+    v = convolved(here, STARTS[2 * N] + h * V + o, real, D, X, F, SIZE)
     v *= tl.sigmoid(v)
     if forget is not None:
-        g = log_sigmoid(channel(here, STARTS[2 * N + 1] + h, D, F, C, SIZE, MIX)) / TAU
+        g = log_sigmoid(channel(here, STARTS[2 * N + 1] + h, D, X, F, SIZE)) / TAU
         if TELESCOPING:
             v *= tl.exp(-g)[:, None]
             tl.store(forget + row * H + h, tl.exp(g), mask=inside)
@@ -153,13 +155,13 @@ def front_kernel(
             tl.store(forget + row * H + h, g * kept, mask=inside)
     tl.store(values + into, v.to(dt), mask=both)
     if beta is not None:
-        y = tl.sigmoid(channel(here, STARTS[2 * N + 2] + h, D, F, C, SIZE, MIX))
+        y = tl.sigmoid(channel(here, STARTS[2 * N + 2] + h, D, X, F, SIZE))
         tl.store(beta + row * H + h, y.to(dt), mask=inside)
     c = STARTS[len(STARTS) - 1] + h * V + o
     if GATE_CONV:
-        y = convolved(here, c, real, D, F, C, SIZE, MIX)
+        y = convolved(here, c, real, D, X, F, SIZE)
     else:
-        y = mixed(x + t * D, taps, c, inside, real, D, F, MIX)
+        y = earlier(here, column(c, D, X, F), real, 0, X)
     tl.store(gate + into, y.to(dt), mask=both)
 
 
@@ -173,35 +175,20 @@ def leave(
     c,
     real,
     D: tl.constexpr,
+    X: tl.constexpr,
     F: tl.constexpr,
-    C: tl.constexpr,
     SIZE: tl.constexpr,
-    MIX: tl.constexpr,
     CONV: tl.constexpr,
 ):
-    """Writes the gradient of channels c after the convolution, and the block's part of those of its weights.
-
-    Returns the block's part of the gradient of the three taps of the mixing.
-    """
-    x, taps, conv, t, age, inside = here
-    dt = dfused.dtype.element_ty
-    tl.store(dfused + row[:, None] * F + c[None, :], dy.to(dt), mask=inside[:, None] & real[None, :])
-    first = 0.0
-    second = 0.0
-    third = 0.0
-    for s in tl.static_range(SIZE if CONV else 1):
-        tap = tl.full([c.shape[0]], 1.0, tl.float32)
-        if CONV:
-            part = tl.sum(dy * mixed(x + (t - s) * D, taps, c, inside & (age >= s), real, D, F, MIX), 0)
+    """Writes the gradient of channels c after the convolution, and the block's part of those of its weights."""
+    inside = here[4]
+    at = dfused + row[:, None] * F + c[None, :]
+    tl.store(at, dy.to(dfused.dtype.element_ty), mask=inside[:, None] & real[None, :])
+    if CONV:
+        at = column(c, D, X, F)
+        for s in tl.static_range(SIZE):
+            part = tl.sum(dy * earlier(here, at, real, s, X), 0)
             tl.store(dconv + c * SIZE + (SIZE - 1 - s), part, mask=real)
-            tap = tl.load(conv + c * SIZE + (SIZE - 1 - s), mask=real, other=0.0).to(tl.float32)
-        if MIX:
-            dm = dy * tap[None, :]
-            there = inside & (age >= s)
-            first += tl.sum(dm * repeated(x + (t - s) * D, c + D - 1, there, real & (c > 0), D))
-            second += tl.sum(dm * repeated(x + (t - s) * D, c, there, real, D))
-            third += tl.sum(dm * repeated(x + (t - s) * D, c + 1, there, real & (c < F - 1), D))
-    return first, second, third
 
 
 @triton.jit
@@ -220,7 +207,6 @@ def unit_gradient(dy, x, norm):
 @triton.jit(do_not_specialize=["T"])
 def front_gradients_kernel(
     x,
-    taps,
     conv,
     position,
     mask,
@@ -231,7 +217,6 @@ def front_gradients_kernel(
     dforget,
     dgate,
     dfused,  # [B,T,F]: of what the convolution gave
-    dtaps,  # [blocks,H,3] float32
     dconv,  # [blocks,C,SIZE] float32
     T,
     KEY_DIMS: tl.constexpr,
@@ -239,13 +224,13 @@ def front_gradients_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
+    X: tl.constexpr,
     F: tl.constexpr,
     C: tl.constexpr,
     SIZE: tl.constexpr,
     BT: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
-    MIX: tl.constexpr,
     SKIP: tl.constexpr,
     TELESCOPING: tl.constexpr,
     GATE_CONV: tl.constexpr,
@@ -255,8 +240,8 @@ def front_gradients_kernel(
     b, t, inside, age = tokens(position, T, BT, EXTRA, PACKED)
     h = tl.program_id(1)
     row = b * T + t
-    x += (b * (T + EXTRA) + EXTRA) * D
-    here = (x, taps, conv, t, age, inside)
+    x += (b * (T + EXTRA) + EXTRA) * X
+    here = (x, conv, t, age, inside)
     block = tl.program_id(0).to(tl.int64)
     dconv += block * (C * SIZE)
     kept = tl.full([BT], 1.0, tl.float32)
@@ -266,9 +251,6 @@ def front_gradients_kernel(
     w = tl.arange(0, KP)
     one = tl.arange(0, 1)
     sole = one == 0
-    d1 = 0.0
-    d2 = 0.0
-    d3 = 0.0
     for i in tl.static_range(N):
         real = w < KEY_DIMS[i]
         at = (row * H + h) * (KEY_DIMS[i] + SKIP)
@@ -276,13 +258,13 @@ def front_gradients_kernel(
         both = inside[:, None] & real[None, :]
 
         c = STARTS[2 * i] + h * KEY_DIMS[i] + w
-        y = convolved(here, c, real, D, F, C, SIZE, MIX)
+        y = convolved(here, c, real, D, X, F, SIZE)
         a = y * tl.sigmoid(y)
         norm = unit(a)
         d = tl.load(dqueries[i] + into, mask=both, other=0.0).to(tl.float32)
         if SKIP:
             q = a * norm[:, None]
-            z = channel(here, STARTS[2 * N + 3 + i] + h, D, F, C, SIZE, MIX)
+            z = channel(here, STARTS[2 * N + 3 + i] + h, D, X, F, SIZE)
             xi = tl.sigmoid(z)
             e = xi[:, None] * q
             r = tl.rsqrt(tl.sum(e * e, 1) + (1.0 - xi) * (1.0 - xi) + EPS)
@@ -291,7 +273,7 @@ def front_gradients_kernel(
             d = r[:, None] * (d - e * (r * r * dot)[:, None])
             d0 = r * (d0 - (1.0 - xi) * r * r * dot)
             dz = (tl.sum(d * q, 1) - d0) * xi * (1.0 - xi)
-            p1, p2, p3 = leave(
+            leave(
                 dz[:, None],
                 here,
                 dfused,
@@ -300,20 +282,17 @@ def front_gradients_kernel(
                 STARTS[2 * N + 3 + i] + h + one,
                 sole,
                 D,
+                X,
                 F,
-                C,
                 SIZE,
-                MIX,
                 True,
             )
-            d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
             d *= xi[:, None]
         d = silu_gradient(unit_gradient(d, a, norm), y)
-        p1, p2, p3 = leave(d, here, dfused, dconv, row, c, real, D, F, C, SIZE, MIX, True)
-        d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
+        leave(d, here, dfused, dconv, row, c, real, D, X, F, SIZE, True)
 
         c = STARTS[2 * i + 1] + h * KEY_DIMS[i] + w
-        y = convolved(here, c, real, D, F, C, SIZE, MIX)
+        y = convolved(here, c, real, D, X, F, SIZE)
         a = y * tl.sigmoid(y)
         norm = unit(a)
         d = tl.load(dkeys[i] + into, mask=both, other=0.0).to(tl.float32) * kept[:, None]
@@ -323,19 +302,18 @@ def front_gradients_kernel(
             dot = tl.sum(d * k, 1) + tl.load(dkeys[i] + at, mask=inside, other=0.0).to(tl.float32) * kept
             d = r[:, None] * (d - k * (r * r * dot)[:, None])
         d = silu_gradient(unit_gradient(d, a, norm), y)
-        p1, p2, p3 = leave(d, here, dfused, dconv, row, c, real, D, F, C, SIZE, MIX, True)
-        d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
+        leave(d, here, dfused, dconv, row, c, real, D, X, F, SIZE, True)
 
     o = tl.arange(0, VP)
     real = o < V
     into = ((row * H + h) * V)[:, None] + o[None, :]
     both = inside[:, None] & real[None, :]
     c = STARTS[2 * N] + h * V + o
-    y = convolved(here, c, real, D, F, C, SIZE, MIX)
+    y = convolved(here, c, real, D, X, F, SIZE)
     d = tl.load(dvalues + into, mask=both, other=0.0).to(tl.float32)
     da = tl.zeros([BT], tl.float32)
     if dforget is not None:
-        z = channel(here, STARTS[2 * N + 1] + h, D, F, C, SIZE, MIX)
+        z = channel(here, STARTS[2 * N + 1] + h, D, X, F, SIZE)
         g = log_sigmoid(z) / TAU
         dg = tl.load(dforget + row * H + h, mask=inside, other=0.0)
         if TELESCOPING:
@@ -344,24 +322,17 @@ def front_gradients_kernel(
         else:
             dg *= kept
         da = dg * tl.sigmoid(-z) / TAU
-    p1, p2, p3 = leave(
-        da[:, None], here, dfused, dconv, row, STARTS[2 * N + 1] + h + one, sole, D, F, C, SIZE, MIX, True
-    )
-    d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
+    leave(da[:, None], here, dfused, dconv, row, STARTS[2 * N + 1] + h + one, sole, D, X, F, SIZE, True)
     d = silu_gradient(d, y)
-    p1, p2, p3 = leave(d, here, dfused, dconv, row, c, real, D, F, C, SIZE, MIX, True)
-    d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
+    leave(d, here, dfused, dconv, row, c, real, D, X, F, SIZE, True)
     db = tl.zeros([BT], tl.float32)
     if dbeta is not None:
-        y = tl.sigmoid(channel(here, STARTS[2 * N + 2] + h, D, F, C, SIZE, MIX))
+        y = tl.sigmoid(channel(here, STARTS[2 * N + 2] + h, D, X, F, SIZE))
         db = tl.load(dbeta + row * H + h, mask=inside, other=0.0).to(tl.float32) * y * (1.0 - y)
-    p1, p2, p3 = leave(
-        db[:, None], here, dfused, dconv, row, STARTS[2 * N + 2] + h + one, sole, D, F, C, SIZE, MIX, True
-    )
-    d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
+    leave(db[:, None], here, dfused, dconv, row, STARTS[2 * N + 2] + h + one, sole, D, X, F, SIZE, True)
     if not SKIP:  # channels that nothing reads
         for i in tl.static_range(len(STARTS) - 2 * N - 4):
-            p1, p2, p3 = leave(
+            leave(
                 db[:, None] * 0.0,
                 here,
                 dfused,
@@ -370,21 +341,14 @@ def front_gradients_kernel(
                 STARTS[2 * N + 3 + i] + h + one,
                 sole,
                 D,
+                X,
                 F,
-                C,
                 SIZE,
-                MIX,
                 True,
             )
     d = tl.load(dgate + into, mask=both, other=0.0).to(tl.float32)
     c = STARTS[len(STARTS) - 1] + h * V + o
-    p1, p2, p3 = leave(d, here, dfused, dconv, row, c, real, D, F, C, SIZE, MIX, GATE_CONV)
-    d1, d2, d3 = d1 + p1, d2 + p2, d3 + p3
-    if MIX:
-        dtaps += (block * H + h) * 3
-        tl.store(dtaps, d1)
-        tl.store(dtaps + 1, d2)
-        tl.store(dtaps + 2, d3)
+    leave(d, here, dfused, dconv, row, c, real, D, X, F, SIZE, GATE_CONV)
 
 
 @triton.jit
@@ -422,18 +386,17 @@ def unconvolved(
 @triton.jit(do_not_specialize=["T"])
 def input_gradients_kernel(
     dfused,
-    taps,
     conv,
     position,
-    dx,
+    dx,  # [B,T,X]
     T,
     D: tl.constexpr,
+    X: tl.constexpr,
     F: tl.constexpr,
     C: tl.constexpr,
     SIZE: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
-    MIX: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     b, t, inside, _ = tokens(position, T, BT, 0, PACKED)
@@ -443,20 +406,14 @@ def input_gradients_kernel(
     for start in range(0, F, D):  # each copy of x
         c = start + d
         real = (d < D) & (c < F)
-        part = unconvolved(dfused, conv, t, T, position, c, real, F, C, SIZE, PACKED)
-        if MIX:
-            part *= tl.load(taps + 1).to(tl.float32)
-            near = (d < D) & (c + 1 < F)  # its neighbour above read it with the first tap
-            part += tl.load(taps).to(tl.float32) * unconvolved(
-                dfused, conv, t, T, position, c + 1, near, F, C, SIZE, PACKED
-            )
-            near = real & (c > 0)  # and that below with the last
-            part += tl.load(taps + 2).to(tl.float32) * unconvolved(
-                dfused, conv, t, T, position, c - 1, near, F, C, SIZE, PACKED
-            )
-        y += part
-    at = (b * T + t)[:, None] * D + d[None, :]
-    tl.store(dx + at, y.to(dx.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+        if X > D:
+            real = real & (c > 0) & (c < F - 1)
+        y += unconvolved(dfused, conv, t, T, position, c, real, F, C, SIZE, PACKED)
+    if X > D:
+        c = tl.where(d == D, 0, F - 1)
+        y += unconvolved(dfused, conv, t, T, position, c, (d == D) | (d == D + 1), F, C, SIZE, PACKED)
+    at = (b * T + t)[:, None] * X + d[None, :]
+    tl.store(dx + at, y.to(dx.dtype.element_ty), mask=inside[:, None] & (d < X)[None, :])
 
 
 @triton.jit

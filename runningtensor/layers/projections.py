@@ -7,63 +7,80 @@ from torch.nn.functional import linear
 CONV1D = 3**-0.5  # the bound torch draws the taps of such a convolution from
 
 
-def tile(x: Tensor, width: int) -> Tensor:
-    """[x, x, …] cut off at `width` channels."""
-    return x[..., torch.arange(width, device=x.device) % x.shape[-1]]
+class Projection(nn.Module):
+    """d_model channels to `width`, in two steps: `compact` does the work, `spread` repeats columns and nothing else.
 
-
-class OneLinear(nn.Module):
-    """A dense matrix, d_model · d_fused parameters."""
+    What lies between is all that the convolution over time has to be given, and has to keep of the last tokens.
+    """
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, hidden_size))
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-class ConcOnly(nn.Module):
-    """Channels repeated. No parameters."""
-
-    def __init__(self, hidden_size: int, width: int) -> None:
-        super().__init__()
-        self.width = width
+        self.hidden_size, self.width = hidden_size, width
 
     def reset_parameters(self) -> None:
         pass
 
+    def compact(self, x: Tensor) -> Tensor:
+        return x
+
+    def columns(self, device: torch.device) -> Tensor:
+        """Of the compact form, for each channel."""
+        return torch.arange(self.width, device=device) % self.hidden_size
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x[..., self.columns(x.device)]
+
     def forward(self, x: Tensor) -> Tensor:
-        return tile(x, self.width)
+        return self.spread(self.compact(x))
 
 
-class ConcOnlyC(nn.Module):
+class ConcOnly(Projection):
+    """Channels repeated: [x, x, …], cut off at the width. No parameters."""
+
+
+class ConcOnlyC(Projection):
     """Channels repeated, then mixed with their neighbours: y_c = Σ_k w_k x̃_{c+k}, k from -1 to 1. Three parameters."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
-        super().__init__()
-        self.width = width
+        super().__init__(hidden_size, width)
         self.taps = nn.Parameter(torch.empty(3))
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.taps, -CONV1D, CONV1D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compact(self, x: Tensor) -> Tensor:
+        """The mixed channels, and two more: x̃ is periodic, so mixing and repeating commute, but for its two ends."""
         before, here, after = self.taps.to(x.dtype)
-        # x̃ is periodic, so mixing and repeating commute, and to mix d_model channels is cheaper than to mix d_fused.
-        # Only at its two ends x̃ stops where a period would go on.
-        y = tile(before * x.roll(1, -1) + here * x + after * x.roll(-1, -1), self.width)
-        first = y[..., :1] - before * x[..., -1:]
-        end = self.width % x.shape[-1]  # the channel that would follow
-        last = y[..., -1:] - after * x[..., end : end + 1]
-        return torch.cat((first, y[..., 1:-1], last), -1)
+
+        def column(c: int) -> Tensor:
+            return x[..., c % self.hidden_size, None]
+
+        last = self.width - 1
+        first_one = here * column(0) + after * column(1)
+        last_one = before * column(last - 1) + here * column(last)
+        mixed = before * x.roll(1, -1) + here * x + after * x.roll(-1, -1)
+        return torch.cat((mixed, first_one, last_one), -1)
+
+    def columns(self, device: torch.device) -> Tensor:
+        ends = torch.arange(self.hidden_size, self.hidden_size + 2, device=device)
+        return torch.cat((ends[:1], super().columns(device)[1:-1], ends[1:]))
 
 
-PROJECTIONS: dict[str, type[OneLinear] | type[ConcOnly] | type[ConcOnlyC]] = {
-    "conconlyc": ConcOnlyC,
-    "conconly": ConcOnly,
-    "linear": OneLinear,
-}
+class OneLinear(Projection):
+    """A dense matrix, d_model · d_fused parameters."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__(width, width)
+        self.weight = nn.Parameter(torch.empty(width, hidden_size))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def compact(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x
+
+
+PROJECTIONS: dict[str, type[Projection]] = {"conconlyc": ConcOnlyC, "conconly": ConcOnly, "linear": OneLinear}

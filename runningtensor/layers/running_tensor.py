@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid, pad, silu
 from runningtensor.layers.convolution import ShortConvolution
 from runningtensor.layers.fused import Front, front, usable
 from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
-from runningtensor.layers.projections import PROJECTIONS, ConcOnlyC
+from runningtensor.layers.projections import PROJECTIONS
 from runningtensor.ops import running_tensor, running_tensor_step
 
 TAU = 16  # of the forget gate, as in gated linear attention
@@ -94,9 +94,9 @@ class RunningTensor(nn.Module):
         self.sizes = [num_heads * n for n in (*pairs, value_dim, 1, 1, *[1] * skips, value_dim)]
         fused = sum(self.sizes)
         self.conv_channels = fused if gate_conv else fused - num_heads * value_dim
-        self.shape = Front(self.key_dims, value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
-        self.dense = projection == "linear"
         self.projection = PROJECTIONS[projection](hidden_size, fused)
+        period = self.projection.hidden_size
+        self.shape = Front(period, self.key_dims, value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
         self.conv = ShortConvolution(self.conv_channels, conv_size)
         self.norm = GatedRMSNorm(value_dim, norm_eps)
         self.out_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=False)
@@ -135,6 +135,8 @@ class RunningTensor(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any]:
         T = hidden_states.shape[1]
+        if past_key_values is not None and self.layer_idx is None:
+            raise ValueError("layer_idx must be given to a layer that is used with past_key_values, but was None")
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if cu_seqlens is not None and (attention_mask is not None or cache is not None):
             raise ValueError("cu_seqlens must be None where there is an attention_mask or a cache: it has no padding")
@@ -143,6 +145,10 @@ class RunningTensor(nn.Module):
         mask = order = None
         x = hidden_states
         if attention_mask is not None:
+            B, L = x.shape[0], "L >= " + str(T)
+            if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+                shape = tuple(attention_mask.shape)
+                raise ValueError(f"attention_mask must be of shape [{B}, {L}], as hidden_states are, but was {shape}")
             mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
             x = x.masked_fill(~mask[..., None], 0)
             if T > 1:
@@ -152,8 +158,7 @@ class RunningTensor(nn.Module):
                 x = x.gather(1, order[..., None].expand_as(x))
         position = None if cu_seqlens is None else positions(cu_seqlens, T)
 
-        # A cache holds the last inputs of the convolution, before their channels are repeated.
-        source = self.projection(x) if self.dense else x
+        source = self.projection.compact(x)
         if window is not None:
             source = torch.cat((window.to(source.dtype), source), 1)
         queries, keys, values, beta, log_decay, scale, gate = self.front(source, T, position, mask)
@@ -173,7 +178,8 @@ class RunningTensor(nn.Module):
                 values,
                 beta=beta,
                 log_decay=log_decay,
-                initial_state=state,
+                # The cache is written in place, and autograd may have to read what was there.
+                initial_state=state.clone() if state is not None and torch.is_grad_enabled() else state,
                 output_final_state=cache is not None,
                 cu_seqlens=cu_seqlens,
             )
@@ -192,8 +198,7 @@ class RunningTensor(nn.Module):
         """Queries, keys, values, β, log α, the scale of the outputs and the output gate, of the last T tokens."""
         H, V, modes = self.num_heads, self.value_dim, len(self.key_dims)
         if usable(source):
-            taps = self.projection.taps if isinstance(self.projection, ConcOnlyC) else None
-            found = front(self.shape, source, taps, self.conv.weight, source.shape[1] - T, position, mask)
+            found = front(self.shape, source, self.conv.weight, source.shape[1] - T, position, mask)
             values, overwrite, forget, gate = found[2 * modes :]
             return (
                 tuple(found[:modes]),
@@ -207,7 +212,7 @@ class RunningTensor(nn.Module):
 
         before = self.conv.weight.shape[1] - 1
         source = pad(source, (0, 0, before + T - source.shape[1], 0))
-        fused = source if self.dense else self.projection(source)
+        fused = self.projection.spread(source)
         convolved = self.conv(fused[..., : self.conv_channels], position)
         gate = convolved[..., -H * V :] if self.gate_conv else fused[:, before:, -H * V :]
         parts = convolved[..., : sum(self.sizes[:-1])].split(self.sizes[:-1], -1)

@@ -1,0 +1,112 @@
+"""The kernels of the layer give what its torch code gives: forward, backward, masked, packed and token by token."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import rel
+
+from runningtensor.layers import LayerState, RunningTensor, fused, norms, running_tensor
+
+LAYERS = {
+    "the paper's": {},
+    "cumulative, gate not convolved": {"forget": "cumulative", "gate_conv": False},
+    "a matrix, additive, bare": {"projection": "linear", "delta": False, "forget": "none", "query_skip": False},
+    "repeated, bare": {"projection": "conconly", "query_skip": False},
+    "order 2": {"key_dims": (5,)},
+    "order 4": {"key_dims": (3, 2, 4)},
+}
+CALLS = {
+    "plain": lambda B, T: {},
+    "masked": lambda B, T: {"attention_mask": torch.rand(B, T) > 0.3},
+    "packed": lambda B, T: {"cu_seqlens": torch.tensor([0, 3, 3, 20, T])},
+}
+LAYER = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+
+
+def make(options, D=20):
+    torch.manual_seed(0)
+    return RunningTensor(
+        **({"hidden_size": D, "num_heads": 2, "key_dims": (5, 4), "value_dim": 6} | options), layer_idx=0
+    )
+
+
+def with_and_without(monkeypatch, compute):
+    found = []
+    for kernels in (True, False):
+        for module in (running_tensor, norms):
+            monkeypatch.setattr(module, "usable", lambda x, kernels=kernels: kernels)
+        found.append(compute())
+    return found
+
+
+@LAYER
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_outputs_and_gradients_are_the_same(monkeypatch, options, call):
+    layer = make(options)
+    B, T = (1, 40) if call is CALLS["packed"] else (2, 40)  # more than one block of tokens
+    x, dout = torch.randn(B, T, 20, requires_grad=True), torch.randn(B, T, 20)
+    arguments = call(B, T)
+
+    def compute():
+        out = layer(x, **arguments)[0]
+        return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], dout)]
+
+    for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
+        assert rel(got, want) < 1e-5
+
+
+# The repeated channels end where the last copy of x ends, or within it, or before the first is complete.
+@pytest.mark.parametrize("D", (1, 2, 29, 58, 100))
+def test_any_width_of_the_input_is_the_same(monkeypatch, D):
+    layer = make({"value_dim": 3, "key_dims": (4, 3)}, D)
+    x, dout = torch.randn(1, 5, D, requires_grad=True), torch.randn(1, 5, D)
+
+    def compute():
+        out = layer(x)[0]
+        return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], dout)]
+
+    for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
+        assert rel(got, want) < 1e-5
+
+
+@LAYER
+def test_decoding_is_the_same(monkeypatch, options):
+    layer, x = make(options), torch.randn(2, 14, 20)
+
+    @torch.no_grad()
+    def compute():
+        cache = SimpleNamespace(layers=[LayerState()])
+        pieces = [x[:, :7], *x[:, 7:10].split(1, 1), x[:, 10:]]
+        return [torch.cat([layer(piece, past_key_values=cache)[0] for piece in pieces], 1), *cache.layers[0].read()]
+
+    for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
+        assert rel(got, want) < 1e-5
+
+
+def test_gradients_through_a_cache_are_the_same(monkeypatch):
+    layer, x = make({}), torch.randn(1, 12, 20)
+
+    def compute():
+        cache = SimpleNamespace(layers=[LayerState()])
+        layer(x[:, :5], past_key_values=cache)
+        last = x[:, 5:].clone().requires_grad_()
+        out = layer(last, past_key_values=cache)[0]
+        return torch.autograd.grad(out.square().sum(), [last, *layer.parameters()])
+
+    for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
+        assert rel(got, want) < 1e-5
+
+
+def test_the_ops_are_well_formed():
+    shape = (8, (3, 2), 4, 2, 2, True, True, "telescoping", True)
+    front = fused.Front(*shape)
+    x, conv = torch.randn(1, 9, 10, requires_grad=True), torch.randn(front.channels, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.runningtensor.front.default, (x, conv, 0, None, None, *shape))
+    x, gate = (torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(2))
+    scale, weight = torch.rand(1, 5, 2, requires_grad=True), torch.rand(4, requires_grad=True)
+    torch.library.opcheck(torch.ops.runningtensor.gated_norm.default, (x, gate, scale, weight, 1e-5))
+
+
+def test_without_a_gpu_they_are_not_used():
+    assert not fused.usable(torch.zeros(1))

@@ -1,0 +1,292 @@
+"""The language model: what it computes does not depend on how its tokens are fed, packed, padded or compiled."""
+
+import copy
+
+import pytest
+import torch
+from helpers import bounds, near, rel
+from models import EVERY_KIND, LINEAR_OR_HYBRID, VOCAB, build, config, logits, tokens
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+
+from runningtensor import RunningTensorConfig, RunningTensorForCausalLM
+from runningtensor.models import RunningTensorCache
+
+
+def grads(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# -- A cache -----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("cuts", ((11, 1, 1, 7), (1, 19), (2, 2, 16)), ids=str)
+def test_tokens_fed_in_parts_give_what_they_give_at_once(kind, cuts):
+    model, ids = build(kind), tokens(2, 20)
+    cache = RunningTensorCache(model.config)
+    parts = [logits(model, part, past_key_values=cache) for part in ids.split(cuts, 1)]
+    assert rel(torch.cat(parts, 1), logits(model, ids)) < 1e-6  # RoPE is float32
+    assert cache.get_seq_length() == 20
+
+
+@LINEAR_OR_HYBRID
+def test_a_cache_keeps_its_memory_and_is_empty_after_a_reset(kind):
+    model, ids = build(kind), tokens(2, 6)
+    cache = RunningTensorCache(model.config)
+    first = logits(model, ids, past_key_values=cache)
+    addresses = [tensor.data_ptr() for tensor in cache.layers[0].read()]
+    logits(model, ids[:, :1], past_key_values=cache)
+    logits(model, ids, past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert rel(logits(model, ids, past_key_values=cache), first) < 1e-12
+    assert [tensor.data_ptr() for tensor in cache.layers[0].read()] == addresses
+
+
+@LINEAR_OR_HYBRID
+def test_sequences_of_a_cache_can_be_repeated_selected_and_reordered(kind):
+    model, ids = build(kind), tokens(3, 9)
+    cache = RunningTensorCache(model.config)
+    logits(model, ids[:, :-1], past_key_values=cache)
+    last = logits(model, ids)[:, -1]
+    for change, order in (
+        (lambda cache: cache.batch_repeat_interleave(2), (0, 0, 1, 1, 2, 2)),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), (2, 0)),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), (1, 1, 0)),
+    ):
+        other = copy.deepcopy(cache)
+        change(other)
+        step = logits(model, ids[list(order), -1:], past_key_values=other)
+        assert rel(step[:, 0], last[list(order)]) < 1e-6
+
+
+def test_what_a_state_cannot_do_is_refused_in_words():
+    model, ids = build(), tokens(1, 5)
+    with pytest.raises(NotImplementedError, match="cannot be cropped"):
+        RunningTensorCache(model.config).crop(-1)
+    with pytest.raises(ValueError, match="must be a RunningTensorCache, but was a DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
+        model(ids, attention_mask=torch.ones(1, 1, 5, 5))
+    with pytest.raises(ValueError, match="batch of 1"):
+        model(tokens(2, 5), position_ids=torch.tensor([[0, 1, 0, 1, 2]] * 2), use_cache=False)
+    with pytest.raises(ValueError, match="layer_types must be 2 of"):
+        config(layer_types=["linear_attention"])
+
+
+# -- Padding and packing -----------------------------------------------------------------------------------------------
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+def test_padding_on_the_left_changes_nothing(kind, attention):
+    model, ids = build(kind, attn_implementation=attention), tokens(1, 9)
+    padded = torch.cat((tokens(1, 4, seed=2), ids), 1)
+    mask = (torch.arange(13) >= 4).long()[None]
+    assert rel(logits(model, padded, attention_mask=mask)[:, 4:], logits(model, ids)) < 1e-6
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize("how", ("cu_seqlens", "position_ids", "cu_seq_lens_q"))
+def test_packed_sequences_are_separate_ones(kind, attention, how):
+    model, lengths = build(kind, attn_implementation=attention).train(), (4, 1, 9, 6)
+    ids = tokens(1, sum(lengths))
+    parts = ids.split(lengths, 1)
+    packing = bounds(lengths)
+    if how == "position_ids":
+        packing = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(ids, labels=ids, return_logits=True, **{how: packing})
+    apart = [model(part, labels=part, return_logits=True) for part in parts]
+    assert rel(packed.logits, torch.cat([y.logits for y in apart], 1)) < 1e-6
+    # The first token of a sequence is nobody's label.
+    mean = sum(y.loss * (n - 1) for y, n in zip(apart, lengths, strict=True)) / sum(n - 1 for n in lengths)
+    near([packed.loss], [mean], 1e-6)
+    near(grads(model, packed.loss), grads(model, mean), 1e-5)
+
+
+# -- The loss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
+def test_the_loss_in_chunks_is_cross_entropy(tied):
+    model, ids = build(loss_chunk_size=7, tie_word_embeddings=tied), tokens(3, 11)
+    labels = ids.masked_fill(torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.3, -100)
+    got = model(ids, labels=labels)
+    plain = cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert got.logits is None
+    near([got.loss], [plain], 1e-12)
+    near(grads(model, got.loss), grads(model, plain), 1e-10)
+    count = (labels[:, 1:] != -100).sum()
+    near([model(ids, labels=labels, num_items_in_batch=2 * count).loss], [plain / 2], 1e-12)
+
+
+def test_a_batch_without_labels_has_a_loss_of_zero():
+    model, ids = build(), tokens(1, 4)
+    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+def test_training_holds_the_logits_of_one_chunk_at_a_time():
+    vocab, chunk, T = 5000, 16, 256
+    model, ids = build(dtype=torch.float32, vocab_size=vocab, loss_chunk_size=chunk).train(), tokens(2, T)
+    with Largest() as largest:
+        model(ids, labels=ids).loss.backward()
+    weights = vocab * model.config.hidden_size
+    assert largest.numel == max(weights, chunk * vocab) < 2 * T * vocab / 10
+
+
+def test_only_the_logits_that_are_asked_for_are_computed():
+    model, ids = build(), tokens(2, 9)
+    everything = logits(model, ids)
+    near([logits(model, ids, logits_to_keep=1)], [everything[:, -1:]], 1e-14)
+    near([logits(model, ids, logits_to_keep=torch.tensor([2, 5]))], [everything[:, [2, 5]]], 1e-14)
+    assert logits(model, ids, labels=ids, return_logits=True, logits_to_keep=2).shape == (2, 2, VOCAB)
+
+
+# -- Weights -----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_KIND
+def test_a_saved_model_loads_as_it_was(kind, tmp_path):
+    model, ids = build(kind, dtype=torch.float32), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict()["key_dims"] == model.config.key_dims
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is RunningTensorForCausalLM
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    hidden = AutoModel.from_pretrained(tmp_path)(ids, output_hidden_states=True)
+    assert len(hidden.hidden_states) == model.config.num_hidden_layers + 1
+    assert torch.equal(model.lm_head(hidden.hidden_states[-1]), logits(model, ids))
+
+
+def test_weights_that_a_checkpoint_lacks_are_drawn_and_the_others_are_loaded(tmp_path):
+    model = build(dtype=torch.float32)
+    state = model.state_dict()
+    missing = "model.layers.1.mixer.projection.taps"
+    del state[missing]
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert loaded[missing].isfinite().all() and loaded[missing].abs().max() <= 3**-0.5
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
+@LINEAR_OR_HYBRID
+@pytest.mark.parametrize("how", ("init_weights", "apply"))
+def test_a_model_made_on_the_meta_device_gets_every_weight(kind, how):
+    with torch.device("meta"):
+        model = RunningTensorForCausalLM(config(kind, hidden_size=64))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+    torch.manual_seed(0)
+    model.init_weights() if how == "init_weights" else model.apply(model._init_weights)
+    torch.manual_seed(0)
+    other = RunningTensorForCausalLM(config(kind, hidden_size=64))
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert p.isfinite().all(), name
+        assert p.ndim < 2 or 0.7 < p.std() / q.std() < 1.4, name
+    assert not list(model.buffers())  # they would be lost
+
+
+def residual_rms(layers: int) -> torch.Tensor:
+    """Of the residual stream before the first layer and after each, in a model with the default initialisation."""
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_heads": 8, "key_dims": (8, 8), "value_dim": 16}
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * (layers // 4)
+    torch.manual_seed(0)
+    model = RunningTensorForCausalLM(
+        config(**shape, num_hidden_layers=layers, layer_types=kinds, initializer_range=0.02)
+    )
+    stream = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, args, out: stream.append(out.square().mean().sqrt()))
+    model.eval()(tokens(2, 64), use_cache=False)
+    return torch.stack(stream).detach()
+
+
+def test_the_residual_stream_is_as_large_in_a_deep_model_as_in_a_shallow_one():
+    shallow, deep = residual_rms(4), residual_rms(48)
+    assert 0.8 < deep[-1] / shallow[-1] < 1.25
+    assert (deep[1:] / deep[:-1]).max() < 1.35  # and no layer adds much more than another
+    assert deep[23] > deep[-1] / 2
+
+
+# -- Training and compiling --------------------------------------------------------------------------------------------
+
+
+@LINEAR_OR_HYBRID
+def test_gradient_checkpointing_changes_no_gradient(kind):
+    model, ids = build(kind).train(), tokens(2, 9)
+    plain = grads(model, model(ids, labels=ids).loss)
+    model.gradient_checkpointing_enable()
+    near(grads(model, model(ids, labels=ids, use_cache=True).loss), plain, 1e-12)
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+POSITIONS = torch.cat([torch.arange(n) for n in (10, 3, 11)])[None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    (
+        ("order 3", {}),
+        ("order 3", {"position_ids": POSITIONS}),
+        ("one of each", {"cu_seqlens": bounds((10, 3, 11))}),
+    ),
+    ids=("plain", "by position_ids", "by cu_seqlens, one layer of each kind"),
+)
+def test_a_compiled_training_step_is_the_same_step(kind, packing, fresh):
+    model, ids = build(kind).train(), tokens(1, 24)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = model(ids, labels=ids, **packing).loss
+    got = compiled(ids, labels=ids, **packing).loss
+    near([got], [want], 1e-10)
+    near(grads(model, got), grads(model, want), 1e-8)
+
+
+@pytest.mark.parametrize("kind", ("order 3", "one of each"))
+def test_a_compiled_decoding_step_is_the_same_step_and_is_compiled_once_or_twice(kind, fresh):
+    model, ids = build(kind), tokens(2, 16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    caches = [RunningTensorCache(model.config) for _ in range(2)]
+    for cache in caches:
+        logits(model, ids[:, :6], past_key_values=cache)
+    for t in range(6, 16):
+        want, got = (
+            logits(f, ids[:, t : t + 1], past_key_values=cache)
+            for f, cache in zip((model, compiled), caches, strict=True)
+        )
+        assert rel(got, want) < 1e-6
+    assert caches[1].get_seq_length() == 16
+    assert counter.frame_count <= (1 if kind == "order 3" else 2)
+
+
+def test_the_default_is_a_model_of_order_3_with_its_own_cache_only():
+    full = RunningTensorConfig()
+    assert set(full.layer_types) == {"linear_attention"} and len(full.layer_types) == full.num_hidden_layers
+    assert (full.num_heads, full.key_dims, full.value_dim) == (32, [24, 24], 48)
