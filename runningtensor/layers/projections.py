@@ -17,6 +17,10 @@ class Projection(nn.Module):
         super().__init__()
         self.hidden_size, self.width = hidden_size, width
 
+    @property
+    def compact_width(self) -> int:
+        return self.hidden_size
+
     def reset_parameters(self) -> None:
         pass
 
@@ -47,6 +51,10 @@ class ConcOnlyC(Projection):
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.taps, -CONV1D, CONV1D)
+
+    @property
+    def compact_width(self) -> int:
+        return self.hidden_size + 2
 
     def compact(self, x: Tensor) -> Tensor:
         """The mixed channels, and two more: x̃ is periodic, so mixing and repeating commute, but for its two ends."""

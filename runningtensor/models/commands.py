@@ -44,7 +44,6 @@ class Block:
     """One layer of the decoder with its MLP, and what it costs. FLOPs: a multiplication and an addition are two."""
 
     kind: str
-    heads: str
     state_floats: int
     parameters: int
     flops: int  # a token that is decoded; of attention, what does not grow with the context
@@ -66,9 +65,8 @@ def blocks(config: RunningTensorConfig) -> Iterator[Block]:
         if isinstance(mixer, RunningTensor):
             products = 3 if mixer.delta else 2  # with the state: to correct, to write, to read
             modes = "×".join(map(str, (*mixer.widths, mixer.value_dim)))
-            window = mixer.conv.weight.shape[0] * (mixer.conv.weight.shape[1] - 1)
+            window = mixer.projection.compact_width * (mixer.conv.weight.shape[1] - 1)
             yield Block(
-                f"order {mixer.order}",
                 f"{mixer.num_heads} of {modes}",
                 mixer.state_floats,
                 parameters,
@@ -78,9 +76,9 @@ def blocks(config: RunningTensorConfig) -> Iterator[Block]:
                 0,
             )
         else:
-            heads = f"{config.num_attention_heads} of {config.head_dim}, {config.num_key_value_heads} kv"
+            kind = f"attention {config.num_attention_heads}×{config.head_dim}"
             growing = 4 * config.num_attention_heads * config.head_dim  # scores, and their sum of values
-            yield Block("attention", heads, 0, parameters, 2 * matrices, growing, 0, kv_bytes(config))
+            yield Block(kind, 0, parameters, 2 * matrices, growing, 0, kv_bytes(config))
 
 
 def itemsize(config: RunningTensorConfig) -> int:
@@ -97,45 +95,55 @@ def inspect(model: str, console: Console) -> None:
     config = AutoConfig.from_pretrained(model)
     if not isinstance(config, RunningTensorConfig):
         raise SystemExit(f"{model} is of type {config.model_type!r}, not {RunningTensorConfig.model_type!r}")
-    table = Table("layers", "kind", "heads", box=SIMPLE, pad_edge=False)
-    for header in ("state floats", "parameters", "FLOPs a token", *(f"cache at {name}" for name in CONTEXTS)):
-        table.add_column(header, justify="right")
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in ("layers", "heads", "state", "params", "FLOPs", *(f"at {name}" for name in CONTEXTS)):
+        table.add_column(header, justify="left" if header in ("layers", "heads") else "right", no_wrap=True)
 
-    def add(layers: str, kind: str, heads: str, rows: list[Block]) -> None:
+    def add(layers: str, kind: str, rows: list[Block]) -> None:
         total = {name: sum(getattr(row, name) for row in rows) for name in ("state_floats", "parameters", "flops")}
         growing = sum(row.flops_per_context for row in rows)
         table.add_row(
             layers,
             kind,
-            heads,
-            f"{total['state_floats']:,}",
-            f"{total['parameters']:,}",
-            f"{total['flops']:,}" + f" + {growing:,} × context" * (growing > 0),
+            short(total["state_floats"]),
+            short(total["parameters"]),
+            short(total["flops"]) + f"+{short(growing)}·L" * (growing > 0),
             *(size(sum(row.cache(tokens) for row in rows)) for tokens in CONTEXTS.values()),
         )
 
     rows = list(blocks(config))
     for block, run in groupby(enumerate(rows), key=lambda row: row[1]):  # layers in a row that are alike: one line
         places = [i for i, _ in run]
-        each = f"{places[0]}–{places[-1]}, each" if len(places) > 1 else str(places[0])
-        add(each, block.kind, block.heads, [block])
+        each = f"{places[0]}–{places[-1]} each" if len(places) > 1 else str(places[0])
+        add(each, block.kind, [block])
     table.add_section()
-    add("all", "", "", rows)
+    add("all", "", rows)
     alike = replace(config, layer_types=["full_attention"] * len(rows))
-    add("all", "if attention", next(blocks(alike)).heads, list(blocks(alike)))
+    add("all if", next(blocks(alike)).kind, list(blocks(alike)))
     console.print(table)
-    embeddings, times = config.vocab_size * config.hidden_size, "tied" if config.tie_word_embeddings else "twice"
-    console.print(f"Each layer with its MLP. Besides, embeddings of {embeddings:,} parameters, {times}.")
-    console.print("Caches are those of one sequence, states in float32.")
+    embeddings = short(config.vocab_size * config.hidden_size)
+    console.print(
+        f"Each layer with its MLP; besides, embeddings of {embeddings} parameters, "
+        f"{'tied' if config.tie_word_embeddings else 'twice'}. State: floats of all heads. FLOPs: of a token decoded "
+        "after L others. At 1K to 1M tokens: bytes of the cache of one sequence (K is 1024), states in float32."
+    )
 
 
 def replace(config: RunningTensorConfig, **changes: Any) -> RunningTensorConfig:
     return RunningTensorConfig(**{**config.to_dict(), **changes})
 
 
+def short(count: float) -> str:
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}G"
+
+
 def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("", "K", "M"):
         if count < 1024:
-            return f"{count:.3g} {unit}"
+            return f"{count:.3g}{unit}"
         count /= 1024
-    return f"{count:,.3g} GiB" if count < 1000 else f"{count:,.0f} GiB"
+    return f"{count:,.0f}G" if count >= 100 else f"{count:.3g}G"
