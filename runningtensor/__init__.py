@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from runningtensor.layers import RunningTensor
 from runningtensor.ops import running_tensor, running_tensor_step
 
 if TYPE_CHECKING:
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "RunningTensor",
     "RunningTensorConfig",
     "RunningTensorForCausalLM",
     "RunningTensorModel",

@@ -112,6 +112,23 @@ def ops(
 
 
 @bench.command()
+def layers(
+    out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/bench"),
+    peers: Annotated[bool, typer.Option(help="Measure the alternatives too.")] = True,
+    resume: Annotated[bool, typer.Option(help="Keep what was measured before of this commit.")] = False,
+) -> None:
+    """On an NVIDIA GPU: time of the layer beside Gated DeltaNet's, and of decoding beside attention's."""
+    import torch
+
+    if not torch.cuda.is_available():
+        console.print("There is no NVIDIA GPU here, and this measures nothing else.")
+        raise typer.Exit(1)
+    from runningtensor.bench import layers_gpu
+
+    layers_gpu.main(out, peers, resume)
+
+
+@bench.command()
 def errors(
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = Path("results/bench"),
 ) -> None:

@@ -17,6 +17,12 @@ GPU_STYLE = {
     "fla-deltanet": ("#E69F00", "D", "fla, DeltaNet"),
     "torch-sdpa": ("#000000", "X", "torch, softmax attention"),
 }
+LAYER_STYLE = {
+    "runningtensor": GPU_STYLE["runningtensor"],
+    "runningtensor-compiled": ("#56B4E9", "P", "runningtensor, torch.compile"),
+    "fla-gated-deltanet": GPU_STYLE["fla-gated-deltanet"],
+    "transformers-qwen3": ("#000000", "X", "transformers, Qwen3"),
+}
 OTHERS = [("#CC79A7", "v"), ("#56B4E9", "P"), ("#000000", "X")]
 
 
@@ -101,6 +107,83 @@ def plot_ops_gpu(table: Path, figure: Path) -> None:
     )
     shape.savefig(figure, dpi=150)
     plt.close(shape)
+
+
+def plot_layers_gpu(table: Path, figure: Path) -> None:
+    """Bars of the layers' times, the forward within both ways; a decoded token's time against the context."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with table.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["ms_forward"] != "nan"]
+    if not rows:
+        return
+    shape, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    _bars(axes[0], [row for row in rows if row["task"] == "layer"])
+    _decoding(axes[1], [row for row in rows if row["task"] == "decode"])
+    for ax in axes:
+        ax.grid(alpha=0.25, axis="y")
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_ylim(bottom=0)
+        if ax.has_data():
+            ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+    first = next((row for row in rows if row["implementation"] == "runningtensor"), rows[0])
+    shape.suptitle(
+        f"{first['device']}, bfloat16, torch {first['torch']}, Triton {first['triton']}, commit {first['commit']}",
+        fontsize="small",
+        color="0.35",
+    )
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+def _bars(ax: Any, rows: list[dict[str, str]]) -> None:
+    shapes = list(dict.fromkeys((row["D"], row["T"], row["B"]) for row in rows))
+    names = [name for name in LAYER_STYLE if name in _names(rows)]
+    width = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        colour, _, label = LAYER_STYLE[name]
+        for row in (row for row in rows if row["implementation"] == name):
+            x = shapes.index((row["D"], row["T"], row["B"])) + (i - (len(names) - 1) / 2) * width
+            forward, total = float(row["ms_forward"]), float(row["ms_total"])
+            ax.bar(x, total, 0.94 * width, color=colour, alpha=0.35)
+            ax.bar(x, forward, 0.94 * width, color=colour, label=label)
+            label = "_"  # which has no entry in the legend: one is enough
+            ax.annotate(
+                f"{total:.2f}\n{forward:.2f}",
+                (x, total),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize="small",
+            )
+    ax.set_xticks(range(len(shapes)), [f"{int(D):,} wide\n{B} × {int(T):,} tokens" for D, T, B in shapes])
+    ax.set_title("A layer (ms): forward, and with backward", loc="left", fontweight="bold")
+    ax.margins(y=0.12)  # for the numbers
+
+
+def _decoding(ax: Any, rows: list[dict[str, str]]) -> None:
+    contexts = sorted({int(row["T"]) for row in rows})
+    for name in [name for name in LAYER_STYLE if name in _names(rows)]:
+        colour, marker, label = LAYER_STYLE[name]
+        for B, line, inside in ((1, "-", colour), (64, "--", "white")):
+            points = sorted(
+                (int(row["T"]), float(row["ms_forward"]))
+                for row in rows
+                if row["implementation"] == name and int(row["B"]) == B
+            )
+            if points:
+                style = {"color": colour, "marker": marker, "markerfacecolor": inside, "linestyle": line}
+                ax.plot(*zip(*points, strict=True), **style, markersize=8, linewidth=2, label=f"{label}, batch {B}")
+    ax.set_xscale("log")
+    ax.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    ax.minorticks_off()
+    ax.set_xlabel("tokens of context")
+    ax.set_title("Decoding: a token of every sequence (ms)", loc="left", fontweight="bold")
+    ax.margins(x=0.08, y=0.1)
 
 
 def _names(rows: list[dict[str, str]]) -> list[str]:

@@ -12,39 +12,30 @@ takes minutes. So these are compiled by many processes side by side; which is fa
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from statistics import median
-from threading import Timer
-from typing import Any
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 from runningtensor import running_tensor, running_tensor_step
-from runningtensor.bench.provenance import Provenance, append, cores, installed, provenance, read, write
+from runningtensor.bench import gpu
+from runningtensor.bench.gpu import SEED, Found, Measured, Verdict, both_ways, console, text, timed, verdict_table
+from runningtensor.bench.provenance import Provenance, installed, provenance, read
 
-SEED = 0
+MODULE = "runningtensor.bench.ops_gpu"
 TOLERANCE = 2e-2  # relative error in norm, bfloat16 against float64: this tells right from wrong, not good from better
-WARM_UPS, REPETITIONS, SECONDS = 10, 30, 1.0
-SLEEP = 10_000_000  # clock cycles, some 6 ms: longer than Python needs for one forward and backward of any of these
-LIMIT = 240  # seconds one implementation may take, all its cases together
-COMPILE_LIMIT = 150  # seconds; what is not compiled by then is compiled when it is timed
 CHUNKS = (512, 128, 256, 1024)  # of power retention; it chooses its blocks at the first and keeps them
-RESULT = "RESULT "  # marks the lines of a worker that are not the peers' chatter
 
 OURS, STEP, FIRST, COPY = "runningtensor", "runningtensor-step", "runningtensor-first", "torch-copy"
 GATED, DELTA, POWER, SDPA = "fla-gated-deltanet", "fla-deltanet", "power-retention", "torch-sdpa"
@@ -64,7 +55,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class GpuRow(Provenance):
+class GpuRow(Measured):
     implementation: str
     version: str  # of the package it comes from; ours is the commit
     dtype: str
@@ -86,10 +77,6 @@ class GpuRow(Provenance):
     @property
     def case(self) -> Case:
         return Case(self.implementation, self.B, self.T, self.H, self.K, self.R, self.V)
-
-    @property
-    def failed(self) -> bool:
-        return self.note.startswith("failed")
 
 
 # (a) to (d): the targets' shapes, ours first.
@@ -123,8 +110,6 @@ COMPILING = [Case(FIRST, 8, 4096, 32, 25, 25, 48)]
 GROUPS = [SHORT, MEDIUM, MANY_HEADS, SQUARE, *CURVES, DECODING, COMPILING]
 # What is ours goes first: if the time runs out, it is there.
 ORDER = [FIRST, OURS, STEP, COPY, SDPA, GATED, DELTA, POWER]
-
-console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width, and the tables need one
 
 
 # One process, one implementation.
@@ -166,30 +151,6 @@ def ours(*inputs: Tensor, backend: str = "triton") -> Tensor:
     return running_tensor((q, u), (k, r), v, beta=beta, backend=backend)[0]
 
 
-def both_ways(f: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(f(*inputs), inputs, dout)
-
-
-def timed(f: Callable[[], object], head_start: bool, warm_ups: int = WARM_UPS) -> tuple[float, int]:
-    """The median in milliseconds, and of how many."""
-    for _ in range(warm_ups):
-        f()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    f()
-    torch.cuda.synchronize()
-    times = max(3, min(REPETITIONS, int(SECONDS / (time.perf_counter() - start))))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
-    for begin, end in events:
-        if head_start:
-            torch.cuda._sleep(SLEEP)
-        begin.record()
-        f()
-        end.record()
-    torch.cuda.synchronize()
-    return median(begin.elapsed_time(end) for begin, end in events), times
-
-
 def wrong(inputs: list[Tensor], out: Tensor) -> str | None:
     """What of ours is wrong in the first tokens of the first sequence, by the float64 chunked form in torch."""
     few = [x.detach()[:1, :1024].requires_grad_() for x in inputs]
@@ -209,7 +170,7 @@ def wrong(inputs: list[Tensor], out: Tensor) -> str | None:
     return next((f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE), None)
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> Found:
     """The columns of one case that are measured."""
     if case.implementation == FIRST:
         return first(case)
@@ -234,28 +195,10 @@ def measure(case: Case) -> dict[str, Any]:
         f, note = (lambda *x, f=f: f(*x, chunk)), f"chunks of {chunk}"
     del out
 
-    both_ways(f, inputs, dout)  # whatever allocates only once
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = both_ways(f, inputs, dout)
-    kept = sum(x.numel() * x.element_size() for x in gradients)
-    extra = torch.cuda.max_memory_allocated() - before - kept
-    del gradients
-    forward, total = (lambda: f(*inputs)), (lambda: both_ways(f, inputs, dout))
-    ms_total, repetitions = timed(total, False)
-    return {
-        "ms_forward": timed(forward, False)[0],
-        "ms_total": ms_total,
-        "gpu_ms_forward": timed(forward, True)[0],
-        "gpu_ms_total": timed(total, True)[0],
-        "repetitions": repetitions,
-        "extra_peak_mib": extra / 2**20,
-        "note": note,
-    }
+    return {**gpu.trained(f, inputs, dout), "note": note}
 
 
-def forward_only(f: Callable[[], object]) -> dict[str, Any]:
+def forward_only(f: Callable[[], object]) -> Found:
     with torch.no_grad():
         ms, repetitions = timed(f, False)
         return {"ms_forward": ms, "gpu_ms_forward": timed(f, True)[0], "repetitions": repetitions}
@@ -268,7 +211,7 @@ def step(case: Case) -> Callable[[], object]:
     return lambda: running_tensor_step((q, u), (k, r), v, state, beta=beta)
 
 
-def first(case: Case) -> dict[str, Any]:
+def first(case: Case) -> Found:
     """The very first call, kernels compiled and all; the process must be new and Triton's cache empty."""
     f, inputs = make(case)
     dout = torch.randn_like(inputs[4])
@@ -279,105 +222,23 @@ def first(case: Case) -> dict[str, Any]:
     return {"ms_total": (time.perf_counter() - start) * 1e3, "repetitions": 1}
 
 
-def work(cases: list[Case]) -> None:
-    """What a process does that measures: prints what it finds, case by case."""
-    if cases[0].implementation in PACKAGES:
-        import triton.testing
-        from triton.runtime.autotuner import Autotuner
-
-        # A third of the time Triton would take for each of hundreds of variants, and the median of many calls still.
-        quicker = staticmethod(lambda f, quantiles: triton.testing.do_bench(f, 10, 30, quantiles=quantiles))
-        setattr(Autotuner, "do_bench", quicker)  # noqa: B010
-    for case in cases:
-        try:
-            found = measure(case)
-        except Exception as error:  # whatever a peer may raise
-            found = {"note": f"failed: {reason(f'{type(error).__name__}: {error}')}"}
-        print(f"\n{RESULT}{json.dumps([astuple(case), found])}", flush=True)
-        torch.cuda.empty_cache()
-
-
-def reason(text: str) -> str:
-    return " ".join(text.split())[:160]
-
-
-def compile_share(case: Case, share: int, shares: int) -> None:
-    """Compiles one share of the variants of all kernels of a case and times none of them."""
-    from triton.runtime.autotuner import Autotuner
-
-    def compiled(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        if self.configs.index(config) % shares == share:
-            try:
-                self.fn.run(*args, **{**meta, **config.all_kwargs(), "warmup": True})
-                return [0.0] * 3
-            except Exception:  # too large for this GPU, say: it will not be chosen when it is timed either
-                pass
-        return [math.inf] * 3
-
-    # Nor may the choice that this leads to be remembered.
-    for name, value in (("_bench", compiled), ("check_disk_cache", lambda self, key, configs, bench: bench())):
-        setattr(Autotuner, name, value)
-    f, inputs = make(case)
-    out = f(*inputs)
-    torch.autograd.grad(out, inputs, torch.randn_like(out))
-
-
 # The process that runs these.
 
 
-def in_processes(cases: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+def in_processes(cases: list[Case]) -> Iterator[tuple[Case, Found]]:
     """What was found, case by case as it comes; each implementation in a process of its own."""
     for _, some in groupby(cases, lambda case: "decoding" if case in DECODING else case.implementation):
-        left = list(some)
+        together = list(some)
         with tempfile.TemporaryDirectory() as empty:
-            cache = {"TRITON_CACHE_DIR": empty} if left[0] in COMPILING else {}
-            process = start("--work", json.dumps([astuple(case) for case in left]), cache, subprocess.PIPE)
-            killer = Timer(LIMIT, process.kill)
-            killer.start()
-            last = ""
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(RESULT):
-                    fields, found = json.loads(line.removeprefix(RESULT))
-                    left.remove(case := Case(*fields))
-                    yield case, found
-                elif line.strip():
-                    last = line
-            killer.cancel()
-            code = process.wait()
-        why = f"killed, out of memory or of its {LIMIT} s" if code == -9 else f"exit {code}, {reason(last)}"
-        yield from ((case, {"note": f"failed: {why}"}) for case in left)
-
-
-def start(what: str, argument: str, environment: dict[str, str], output: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "TRITON_CACHE_AUTOTUNING": "1", **environment}  # a resumed run need not choose anew
-    command = [sys.executable, "-m", "runningtensor.bench.ops_gpu", what, argument]
-    both = subprocess.STDOUT if output == subprocess.PIPE else output
-    return subprocess.Popen(command, stdout=output, stderr=both, text=True, env=environment)
+            cache = {"TRITON_CACHE_DIR": empty} if together[0] in COMPILING else {}
+            yield from gpu.in_process(MODULE, together, cache)
 
 
 def compile_peers(cases: list[Case], progress: Progress) -> None:
-    """All variants of all kernels of the peers, side by side, into Triton's cache."""
     # Variants are chosen at the first case: by fla for each number of heads, by power retention once and for all.
     heads = {case: case.H if PACKAGES[case.implementation] == "fla" else 0 for case in cases}
-    families = list({(case.implementation, heads[case]): case for case in reversed(cases)}.values())
-    if not families:
-        return
-    shares = math.ceil(cores() / len(families))
-    jobs = [(astuple(case), share, shares) for case in families for share in range(shares)]
-    running = [start("--compile", json.dumps(job), {}, subprocess.DEVNULL) for job in jobs]
-    progress.console.print(f"compiling the peers in {len(running)} processes, {COMPILE_LIMIT} s at most")
-    task = progress.add_task("compiling the peers", total=len(running))
-    deadline = time.monotonic() + COMPILE_LIMIT
-    while (left := sum(process.poll() is None for process in running)) and time.monotonic() < deadline:
-        progress.update(task, completed=len(running) - left)
-        time.sleep(0.2)
-    for process in running:
-        process.kill()  # does nothing to those that have ended
-        process.wait()
-    progress.update(task, completed=len(running))
-    failed = sum(process.returncode not in (0, -9) for process in running)
-    progress.console.print(f"compiled the peers; of the processes {left} were stopped and {failed} failed")
+    families = {(case.implementation, heads[case]): case for case in reversed(cases)}
+    gpu.compile_families(MODULE, list(families.values()), progress)
 
 
 def chosen(quick: bool, peers: bool) -> list[Case]:
@@ -389,24 +250,14 @@ def chosen(quick: bool, peers: bool) -> list[Case]:
 
 
 def measured_before(paths: Sequence[Path], origin: Provenance) -> list[GpuRow]:
-    """Rows of the same code on the same machine that did not fail."""
-    if origin.commit == "unknown" or origin.commit.endswith("+"):
-        console.print(f"The commit is {origin.commit}: nobody knows if the code is the same, all is measured again.")
-        return []
-
-    def same(row: Provenance) -> bool:
-        names = ("commit", "device", "torch", "triton")
-        return all(getattr(row, name) == getattr(origin, name) for name in names)
-
-    rows = [row for path in paths if path.exists() for row in read(path, GpuRow) if same(row) and not row.failed]
-    return list({row.case: row for row in rows}.values())
+    return gpu.measured_before(paths, origin, GpuRow)
 
 
 def main(
     out: Path = Path("results/bench"), quick: bool = False, peers: bool = True, resume: bool = False
 ) -> list[GpuRow]:
     """Measures, prints tables, writes `ops_gpu.csv` and draws `ops_gpu.png`."""
-    path, partial = out / "ops_gpu.csv", out / "ops_gpu.partial.csv"
+    path = out / "ops_gpu.csv"
     origin = provenance(torch.device("cuda"))
     console.print(f"{origin.device}, torch {origin.torch}, triton {origin.triton}, commit {origin.commit}, bfloat16")
     cases = chosen(quick, peers)
@@ -415,40 +266,26 @@ def main(
         console.print(f"not installed, done without: {', '.join(sorted(missing))}")
         cases = [case for case in cases if PACKAGES.get(case.implementation) not in missing]
 
-    rows = measured_before((path, partial), origin) if resume else []
-    rows = [row for row in rows if row.case in cases]
-    write(partial, rows, GpuRow)
-    done = {row.case for row in rows}
-    left = [case for case in cases if case not in done]
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("measuring", total=len(cases), completed=len(done))
-        slow = [case for case in left if case.implementation in PACKAGES]
-        for part in ([case for case in left if case not in slow], slow):
-            if part and part is slow:
-                compile_peers(slow, progress)
-            for case, found in in_processes(part):
-                row = make_row(origin, case, found)
-                append(partial, row)
-                rows.append(row)
-                progress.console.print(one_line(row), highlight=False)
-                progress.advance(task)
-
-    rows.sort(key=lambda row: cases.index(row.case))
-    write(path, rows, GpuRow)
-    partial.unlink()
-    console.print(f"Wrote {path}")
+    rows = gpu.collect(
+        path,
+        GpuRow,
+        cases,
+        measured_before((path, gpu.partial_of(path)), origin) if resume else [],
+        lambda case: case.implementation in PACKAGES,
+        compile_peers,
+        in_processes,
+        partial(make_row, origin),
+        one_line,
+    )
     report(path)
     return rows
 
 
-def make_row(origin: Provenance, case: Case, found: dict[str, Any]) -> GpuRow:
+def make_row(origin: Provenance, case: Case, found: Found) -> GpuRow:
     name = case.implementation
     version = installed(VERSIONS[name]) if name in VERSIONS else origin.torch if "torch" in name else origin.commit
-    rounded: dict[str, Any] = {
-        key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()
-    }
     dtype = {STEP: "bfloat16, state float32", COPY: "float32"}.get(name, "bfloat16")
-    return GpuRow(**asdict(origin), version=version, dtype=dtype, seed=SEED, **asdict(case), **rounded)
+    return GpuRow(**asdict(origin), version=version, dtype=dtype, seed=SEED, **asdict(case), **gpu.rounded(found))
 
 
 def report(path: Path) -> None:
@@ -497,9 +334,6 @@ def measurements(rows: list[GpuRow]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     at = {row.case: row for row in rows}
 
-    def text(x: float, form: str = ".3f") -> str:
-        return format(x, form) if x == x else ""
-
     for group in GROUPS:
         mine = at.get(group[0])
         for row in (at[case] for case in group if case in at):
@@ -516,15 +350,6 @@ def measurements(rows: list[GpuRow]) -> Table:
         if any(case in at for case in group):
             table.add_section()
     return table
-
-
-@dataclass(frozen=True)
-class Verdict:
-    target: str
-    wanted: str
-    measured: float  # nan: not measured
-    gpu: float  # the same without waiting for Python, to know why
-    met: bool
 
 
 def verdicts(rows: list[GpuRow]) -> list[Verdict]:
@@ -581,16 +406,6 @@ def verdicts(rows: list[GpuRow]) -> list[Verdict]:
     return found
 
 
-def verdict_table(found: list[Verdict]) -> Table:
-    table = Table("target", "wanted", "measured", "gpu alone", "", box=SIMPLE, pad_edge=False)
-    for verdict in found:
-        said = "[green]met" if verdict.met else "[bold red]missed"
-        numbers = [f"{x:.2f}" if x == x else "" for x in (verdict.measured, verdict.gpu)]
-        said = said if verdict.measured == verdict.measured else "[yellow]not measured"
-        table.add_row(verdict.target, verdict.wanted, *numbers, said)
-    return table
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Time and memory of the op on this machine's GPU.")
     parser.add_argument("--out", type=Path, default=Path("results/bench"), help="where the CSV and the figure go")
@@ -602,12 +417,13 @@ if __name__ == "__main__":
     parser.add_argument("--compile", metavar="JOB", help="compile a share of a peer's kernels")
     arguments = parser.parse_args()
     if arguments.work:
-        work([Case(*fields) for fields in json.loads(arguments.work)])
+        asked = [Case(*fields) for fields in json.loads(arguments.work)]
+        gpu.work(asked, measure, autotuned=asked[0].implementation in PACKAGES)
     elif arguments.compile:
         fields, *share = json.loads(arguments.compile)
-        compile_share(Case(*fields), *share)
+        gpu.compile_share(partial(make, Case(*fields)), *share)
     elif arguments.report:
-        unfinished = arguments.out / "ops_gpu.partial.csv"
-        report(unfinished if unfinished.exists() else arguments.out / "ops_gpu.csv")
+        finished = arguments.out / "ops_gpu.csv"
+        report(unfinished if (unfinished := gpu.partial_of(finished)).exists() else finished)
     else:
         main(arguments.out, arguments.quick, not arguments.no_peers, arguments.resume)

@@ -1,0 +1,1 @@
+"""Multi-query associative recall: the task, its models, runs and tables."""
