@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import rel
 
-from runningtensor.layers import LayerState, RunningTensor, fused, norms, running_tensor
+from runningtensor.layers import LayerState, RunningTensor, fused, norms, projections, running_tensor
 
 LAYERS = {
     "the paper's": {},
@@ -34,7 +34,7 @@ def make(options, D=20):
 def with_and_without(monkeypatch, compute):
     found = []
     for kernels in (True, False):
-        for module in (running_tensor, norms):
+        for module in (running_tensor, norms, projections):
             monkeypatch.setattr(module, "usable", lambda x, kernels=kernels: kernels)
         found.append(compute())
     return found
@@ -103,6 +103,8 @@ def test_the_ops_are_well_formed():
     front = fused.Front(*shape)
     x, conv = torch.randn(1, 9, 10, requires_grad=True), torch.randn(front.channels, 4, requires_grad=True)
     torch.library.opcheck(torch.ops.runningtensor.front.default, (x, conv, 0, None, None, *shape))
+    taps = torch.randn(3, requires_grad=True)
+    torch.library.opcheck(torch.ops.runningtensor.mix.default, (x, taps, 27))
     x, gate = (torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(2))
     scale, weight = torch.rand(1, 5, 2, requires_grad=True), torch.rand(4, requires_grad=True)
     torch.library.opcheck(torch.ops.runningtensor.gated_norm.default, (x, gate, scale, weight, 1e-5))

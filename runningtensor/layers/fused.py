@@ -1,4 +1,4 @@
-"""kernels.py as two differentiable ops, `front` and `gated_norm`, and whether they can be used."""
+"""kernels.py as differentiable ops, `mix`, `front` and `gated_norm`, and whether they can be used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -216,6 +216,68 @@ def _front_gradients(ctx, grads):  # type: ignore[no-untyped-def]
 
 
 _front.register_autograd(_front_gradients, setup_context=_save_front)
+
+
+def mix_shape(x: Tensor) -> tuple[int, int, int]:
+    """Rows, rows of a program, and blocks of them."""
+    import triton
+
+    rows = x.numel() // x.shape[-1]
+    block = max(1, min(BLOCK, 4096 // triton.next_power_of_2(x.shape[-1])))
+    return rows, block, -(-rows // block)
+
+
+@torch.library.custom_op("runningtensor::mix", mutates_args=())
+def mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
+    """`ConcOnlyC.compact` of x [...,D]."""
+    import triton
+
+    from runningtensor.layers.kernels import mix_kernel
+
+    x, D = x.contiguous(), x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], D + 2)
+    rows, BR, blocks = mix_shape(x)
+    if rows > 0:
+        mix_kernel[(blocks,)](x, taps, out, rows, D=D, LAST=width - 1, BR=BR, DP=triton.next_power_of_2(D))
+    return out
+
+
+@mix.register_fake
+def _like_mix(x, taps, width):  # type: ignore[no-untyped-def]
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 2)
+
+
+@torch.library.custom_op("runningtensor::mix_backward", mutates_args=())
+def _mix_backward(dout: Tensor, x: Tensor, taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    import triton
+
+    from runningtensor.layers.kernels import mix_gradients_kernel
+
+    dout, x, D = dout.contiguous(), x.contiguous(), x.shape[-1]
+    dx = torch.empty_like(x)
+    rows, BR, blocks = mix_shape(x)
+    dtaps = x.new_empty(blocks, 3, dtype=torch.float32)
+    if rows > 0:
+        constants = dict(D=D, LAST=width - 1, BR=BR, DP=triton.next_power_of_2(D))
+        mix_gradients_kernel[(blocks,)](x, taps, dout, dx, dtaps, rows, **constants)
+    return dx, dtaps.sum(0).to(taps.dtype)
+
+
+@_mix_backward.register_fake
+def _like_mix_backward(dout, x, taps, width):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(taps)
+
+
+def _save_mix(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, taps, ctx.width = inputs
+    ctx.save_for_backward(x, taps)
+
+
+def _mix_gradients(ctx, dout):  # type: ignore[no-untyped-def]
+    return *_mix_backward(dout, *ctx.saved_tensors, ctx.width), None
+
+
+mix.register_autograd(_mix_gradients, setup_context=_save_mix)
 
 
 @torch.library.custom_op("runningtensor::gated_norm", mutates_args=())

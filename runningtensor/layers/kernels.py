@@ -1,9 +1,10 @@
 """The front end of the layer and its gated norm as Triton kernels: what running_tensor.py computes in a dozen passes.
 
-`front_kernel` reads x, repeats its channels, convolves them over time and forms queries, keys, values and gates, a
-block of tokens of one head at a time; nothing as wide as the projection is written. Backward, `front_gradients_kernel`
-does that again and writes the gradient of what the convolution gave, and `input_gradients_kernel` takes it through the
-convolution to x. Sums over tokens are left in one row for each block of tokens, to be added in one order.
+`mix_kernel` mixes the channels of x. `front_kernel` reads the result, repeats channels, convolves them over time and
+forms queries, keys, values and gates, a block of tokens of one head at a time; nothing as wide as the projection is
+written. Backward, `front_gradients_kernel` does that again and writes the gradient of what the convolution gave, and
+`input_gradients_kernel` takes it through the convolution to x. Sums over tokens are left in one row for each block of
+tokens, to be added in one order.
 
 x [·,X] is what a projection's `compact` gives: channel c of d_fused is column c % D, but for the first and the last,
 which have columns of their own where channels are mixed (X = D + 2), for there the mixing ends.
@@ -25,6 +26,62 @@ def tokens(position, T, BT: tl.constexpr, EXTRA: tl.constexpr, PACKED: tl.conste
     if PACKED:
         age = tl.load(position + t, mask=t < T, other=0).to(tl.int32)
     return (tl.program_id(0) // blocks).to(tl.int64), t, t < T, age
+
+
+@triton.jit
+def load_row(x, i, d, rows, D: tl.constexpr, X: tl.constexpr):
+    """Columns d, counted around, of rows i of x [rows,X]."""
+    at = i[:, None] * X + ((d + D) % D)[None, :]
+    return tl.load(x + at, mask=(i < rows)[:, None] & (d <= D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_column(x, i, c, rows, X: tl.constexpr):
+    return tl.load(x + i * X + c, mask=i < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mix_kernel(x, taps, out, rows, D: tl.constexpr, LAST: tl.constexpr, BR: tl.constexpr, DP: tl.constexpr):
+    """ConcOnlyC.compact [rows,D+2]: each channel with its neighbours, then the first and the last of d_fused."""
+    i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    d = tl.arange(0, DP)
+    w0, w1, w2 = tl.load(taps).to(tl.float32), tl.load(taps + 1).to(tl.float32), tl.load(taps + 2).to(tl.float32)
+    dt = out.dtype.element_ty
+    y = (
+        w0 * load_row(x, i, d - 1, rows, D, D)
+        + w1 * load_row(x, i, d, rows, D, D)
+        + w2 * load_row(x, i, d + 1, rows, D, D)
+    )
+    tl.store(out + i[:, None] * (D + 2) + d[None, :], y.to(dt), mask=(i < rows)[:, None] & (d < D)[None, :])
+    first = w1 * load_column(x, i, 0, rows, D) + w2 * load_column(x, i, 1 % D, rows, D)
+    last = w0 * load_column(x, i, (LAST - 1) % D, rows, D) + w1 * load_column(x, i, LAST % D, rows, D)
+    tl.store(out + i * (D + 2) + D, first.to(dt), mask=i < rows)
+    tl.store(out + i * (D + 2) + D + 1, last.to(dt), mask=i < rows)
+
+
+@triton.jit
+def mix_gradients_kernel(
+    x, taps, dout, dx, dtaps, rows, D: tl.constexpr, LAST: tl.constexpr, BR: tl.constexpr, DP: tl.constexpr
+):
+    """dtaps [blocks,3] float32."""
+    i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    d = tl.arange(0, DP)
+    w0, w1, w2 = tl.load(taps).to(tl.float32), tl.load(taps + 1).to(tl.float32), tl.load(taps + 2).to(tl.float32)
+    dy = load_row(dout, i, d, rows, D, D + 2) * (d < D)[None, :]
+    first = load_column(dout, i, D, rows, D + 2)
+    last = load_column(dout, i, D + 1, rows, D + 2)
+    y = w1 * dy + w0 * load_row(dout, i, d + 1, rows, D, D + 2) + w2 * load_row(dout, i, d - 1, rows, D, D + 2)
+    y += first[:, None] * (tl.where(d == 0, w1, 0.0) + tl.where(d == 1 % D, w2, 0.0))[None, :]
+    y += last[:, None] * (tl.where(d == (LAST - 1) % D, w0, 0.0) + tl.where(d == LAST % D, w1, 0.0))[None, :]
+    tl.store(dx + i[:, None] * D + d[None, :], y.to(dx.dtype.element_ty), mask=(i < rows)[:, None] & (d < D)[None, :])
+    d0 = tl.sum(dy * load_row(x, i, d - 1, rows, D, D)) + tl.sum(last * load_column(x, i, (LAST - 1) % D, rows, D))
+    d1 = tl.sum(dy * load_row(x, i, d, rows, D, D)) + tl.sum(last * load_column(x, i, LAST % D, rows, D))
+    d1 += tl.sum(first * load_column(x, i, 0, rows, D))
+    d2 = tl.sum(dy * load_row(x, i, d + 1, rows, D, D)) + tl.sum(first * load_column(x, i, 1 % D, rows, D))
+    dtaps += tl.program_id(0).to(tl.int64) * 3
+    tl.store(dtaps, d0)
+    tl.store(dtaps + 1, d1)
+    tl.store(dtaps + 2, d2)
 
 
 @triton.jit
