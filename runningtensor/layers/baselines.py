@@ -1,0 +1,378 @@
+"""The sequence mixers the paper compares with, in the shapes of its tables: hidden states in, hidden states out.
+
+Where a rule is the op of order 2, it is called as such. Gated linear attention forgets in each key channel apart, which
+the op cannot; it has its own chunk-parallel form here. Details are those of flash-linear-attention's layers, of Qwen3's
+attention and of Mamba-2's own code; but the matrices that read the input are one, `in_proj`, and so are the short
+convolutions.
+
+The originals scale queries by 1/√K. Here the norm of the outputs does: RMSNorm(x/√K) is RMSNorm(x) with K·eps for eps.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, pad, rms_norm, scaled_dot_product_attention, silu, softplus
+
+from runningtensor.layers.convolution import ShortConvolution
+from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
+from runningtensor.ops import running_tensor
+
+HALF = (torch.bfloat16, torch.float16)
+TAU = 16  # of the forget gate of gated linear attention
+
+
+class Mixer(nn.Module):
+    """A layer of `num_heads` states of key_dim × value_dim. It knows no masks, no packing and no cache."""
+
+    out_proj: nn.Linear
+
+    def __init__(self, hidden_size: int, num_heads: int, key_dim: int, value_dim: int) -> None:
+        super().__init__()
+        if min(hidden_size, num_heads, key_dim, value_dim) < 1:
+            raise ValueError(
+                "hidden_size, num_heads and the widths of a head must be positive, "
+                f"but were {hidden_size}, {num_heads}, {key_dim} and {value_dim}"
+            )
+        self.hidden_size, self.num_heads, self.key_dim, self.value_dim = hidden_size, num_heads, key_dim, value_dim
+
+    @property
+    def state_floats(self) -> int | None:
+        """What the state of a sequence holds, in all heads; None where it grows with the sequence."""
+        return self.num_heads * self.key_dim * self.value_dim
+
+    def reset_parameters(self, output_scale: float = 1.0) -> None:
+        part: Any
+        for part in self.children():
+            part.reset_parameters()
+        with torch.no_grad():
+            self.out_proj.weight.mul_(output_scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads} heads of {self.key_dim}×{self.value_dim}"
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None, None]:  # [B,T,D]
+        return self.out_proj(self.mix(hidden_states)), None, None
+
+    def mix(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SoftmaxAttention(Mixer):
+    """Qwen3's: grouped heads, RMSNorm of queries and keys, rotary positions."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 16,
+        num_kv_heads: int = 8,
+        head_dim: int = 128,
+        *,
+        rope_theta: float = 1e6,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, head_dim)
+        if num_kv_heads < 1 or num_heads % num_kv_heads or head_dim % 2:
+            raise ValueError(
+                "num_heads must be a multiple of num_kv_heads and head_dim even, "
+                f"but they were {num_heads}, {num_kv_heads} and {head_dim}"
+            )
+        self.num_kv_heads, self.rope_theta = num_kv_heads, rope_theta
+        self.in_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps=norm_eps)
+        self.k_norm = RMSNorm(head_dim, eps=norm_eps)
+        self.out_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    @property
+    def state_floats(self) -> None:
+        return None
+
+    @property
+    def floats_a_token(self) -> int:
+        """What a cache holds for each token."""
+        return 2 * self.num_kv_heads * self.key_dim
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads} query heads and {self.num_kv_heads} key-value heads of {self.key_dim}"
+
+    def mix(self, x: Tensor) -> Tensor:
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = self.in_proj(x).unflatten(-1, (-1, self.key_dim)).split(heads, -2)
+        q, k = (rotate(norm(x), self.rope_theta).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,·]
+        grouped = v.dtype in HALF  # in wider types torch has grouped heads only where it holds all T² scores
+        if not grouped:
+            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
+
+
+class LinearAttention(Mixer):
+    """The paper's section 2.1: no feature map, no normaliser; an RMSNorm of the outputs instead."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, *head_dims(hidden_size, num_heads, expand_k, expand_v))
+        self.sizes = [num_heads * n for n in (self.key_dim, self.key_dim, self.value_dim)]
+        self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False)
+        self.norm = RMSNorm(self.value_dim, eps=self.key_dim * norm_eps)
+        self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(y) for y in self.in_proj(x).split(self.sizes, -1))
+        out, _ = running_tensor((q,), (k,), v)
+        return self.norm(out).flatten(-2)
+
+
+class DeltaNet(Mixer):
+    """The delta rule on unit keys, after a short convolution and SiLU."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        expand_k: float = 1.0,
+        expand_v: float = 2.0,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, *head_dims(hidden_size, num_heads, expand_k, expand_v))
+        self.sizes = [num_heads * n for n in (self.key_dim, self.key_dim, self.value_dim)]
+        self.in_proj = nn.Linear(hidden_size, sum(self.sizes) + num_heads, bias=False)  # q, k, v, b
+        self.conv = ShortConvolution(sum(self.sizes), conv_size)
+        self.norm = RMSNorm(self.value_dim, eps=self.key_dim * norm_eps)
+        self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor) -> Tensor:
+        qkv, b = self.in_proj(x).split((sum(self.sizes), self.num_heads), -1)
+        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv)).split(self.sizes, -1))
+        out, _ = running_tensor((l2_normalize(q),), (l2_normalize(k),), v, beta=b.sigmoid())
+        return self.norm(out).flatten(-2)
+
+
+class GatedDeltaNet(Mixer):
+    """DeltaNet that forgets, at a rate drawn from the input, and whose outputs are gated."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int = 24,
+        *,
+        expand_v: float = 2.0,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, whole("head_dim · expand_v", head_dim * expand_v))
+        self.sizes = [num_heads * n for n in (head_dim, head_dim, self.value_dim)]
+        self.rest = [num_heads * n for n in (self.value_dim, 1, 1)]
+        self.in_proj = nn.Linear(hidden_size, sum(self.sizes) + sum(self.rest), bias=False)  # q, k, v, gate, a, b
+        self.conv = ShortConvolution(sum(self.sizes), conv_size)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.norm = GatedRMSNorm(self.value_dim, head_dim * norm_eps)
+        self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, output_scale: float = 1.0) -> None:
+        super().reset_parameters(output_scale)
+        reset_rates(self.A_log, self.dt_bias, slowest=0)
+
+    def mix(self, x: Tensor) -> Tensor:
+        qkv, gate, a, b = self.in_proj(x).split((sum(self.sizes), *self.rest), -1)
+        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv)).split(self.sizes, -1))
+        log_decay = -wide(self.A_log).exp() * softplus(wide(a) + self.dt_bias)
+        out, _ = running_tensor((l2_normalize(q),), (l2_normalize(k),), v, beta=wide(b).sigmoid(), log_decay=log_decay)
+        return self.norm(out, self.heads(gate)).flatten(-2)
+
+
+class GatedLinearAttention(Mixer):
+    """Linear attention that forgets in each key channel apart; the rates pass through few channels."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        gate_rank: int = 16,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, *head_dims(hidden_size, num_heads, expand_k, expand_v))
+        K, V = num_heads * self.key_dim, num_heads * self.value_dim
+        self.sizes = [K, K, V, V, gate_rank]  # q, k, v, gate, forget gate
+        self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False)
+        self.forget_proj = nn.Linear(gate_rank, K)
+        self.norm = GatedRMSNorm(self.value_dim, self.key_dim * norm_eps)
+        self.out_proj = nn.Linear(V, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor) -> Tensor:
+        *parts, a = self.in_proj(x).split(self.sizes, -1)
+        q, k, v, gate = (self.heads(y) for y in parts)
+        log_decay = logsigmoid(wide(self.heads(self.forget_proj(a)))) / TAU
+        return self.norm(gated_linear_attention(q, k, v, log_decay), gate).flatten(-2)
+
+
+class Mamba2(Mixer):
+    """State-space duality: one key and one query for all heads, a step size for each, a skip from its inputs."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        expand: float = 2.0,
+        state_dim: int = 128,
+        head_dim: int = 16,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        inner = whole("hidden_size · expand", hidden_size * expand)
+        num_heads = whole("hidden_size · expand / head_dim", inner / head_dim)
+        super().__init__(hidden_size, num_heads, state_dim, head_dim)
+        self.sizes = [inner, state_dim, state_dim]
+        self.in_proj = nn.Linear(hidden_size, inner + sum(self.sizes) + num_heads, bias=False)  # gate, x, B, C, dt
+        self.conv = ShortConvolution(sum(self.sizes), conv_size)
+        self.conv_bias = nn.Parameter(torch.empty(sum(self.sizes)))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+        self.norm = RMSNorm(inner, eps=norm_eps)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, output_scale: float = 1.0) -> None:
+        super().reset_parameters(output_scale)
+        bound = self.conv.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.conv_bias, -bound, bound)
+        reset_rates(self.A_log, self.dt_bias, slowest=1)
+        nn.init.ones_(self.D)
+
+    def mix(self, x: Tensor) -> Tensor:
+        H = self.num_heads
+        gate, xBC, dt = self.in_proj(x).split((self.sizes[0], sum(self.sizes), H), -1)
+        xBC = silu(convolve(self.conv, xBC) + self.conv_bias.to(xBC.dtype))
+        x, B, C = xBC.split(self.sizes, -1)
+        x = self.heads(x)
+        B, C = (y[..., None, :].expand(-1, -1, H, -1) for y in (B, C))
+        dt = softplus(wide(dt) + self.dt_bias)
+        out, _ = running_tensor((C,), (B,), (x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt)
+        out = (out + self.D[:, None] * x).flatten(-2)
+        return self.norm(wide(out) * silu(wide(gate))).to(gate.dtype)  # gated first, unlike the others
+
+
+BASELINES: dict[str, type[Mixer]] = {
+    "attention": SoftmaxAttention,
+    "linear_attention": LinearAttention,
+    "deltanet": DeltaNet,
+    "gated_deltanet": GatedDeltaNet,
+    "gla": GatedLinearAttention,
+    "mamba2": Mamba2,
+}
+
+
+# -- Gated linear attention --------------------------------------------------------------------------------------------
+
+
+def gated_linear_attention(
+    q: Tensor,  # [B,T,H,K]
+    k: Tensor,  # [B,T,H,K]
+    v: Tensor,  # [B,T,H,V]
+    log_decay: Tensor,  # [B,T,H,K], finite, not positive
+    chunk_size: int = 16,
+) -> Tensor:
+    """S_t = diag(exp g_t) S_{t-1} + k_t v_tᵀ, o_t = q_tᵀ S_t, with no scale: chunk by chunk, all chunks at once.
+
+    Every exponent is summed over its own span of tokens and none is positive: nothing overflows and nothing cancels,
+    however strong the decay. The price is a few tensors of B·T·H·K·chunk_size numbers.
+    """
+    T, dtype = q.shape[1], v.dtype
+    chunks = -(-T // chunk_size)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, g = (
+            pad(wide(x), (0, 0, 0, 0, 0, chunks * chunk_size - T)).unflatten(1, (chunks, chunk_size)).transpose(2, 3)
+            for x in (q, k, v, log_decay)
+        )  # [B,N,H,C,·]
+        after = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril(-1)[..., None]  # i > j
+        spans = torch.where(after, g[..., None, :], 0).cumsum(-3)  # g from after j to i, [B,N,H,i,j,K]
+        passes = spans.masked_fill(after.transpose(0, 1), -torch.inf).exp()
+        scores = (q[..., None, :] * passes * k[..., None, :, :]).sum(-1)
+        since_start = g.cumsum(-2)
+        written = (k * passes[..., -1, :, :]).transpose(-1, -2) @ v
+        before = states_before(written, since_start[..., -1, :, None].exp())
+        out = scores @ v + (q * since_start.exp()) @ before
+        return out.transpose(2, 3).flatten(1, 2)[:, :T].to(dtype)
+
+
+def states_before(written: Tensor, kept: Tensor) -> Tensor:
+    """S_n, where S_{n+1} = kept_n S_n + written_n along dimension 1 and S_0 = 0: in log₂ N steps of doubled stride."""
+    state, stride = written, 1
+    while stride < written.shape[1]:
+        state = torch.cat((state[:, :stride], state[:, stride:] + kept[:, stride:] * state[:, :-stride]), 1)
+        kept = torch.cat((kept[:, :stride], kept[:, stride:] * kept[:, :-stride]), 1)
+        stride *= 2
+    return torch.cat((torch.zeros_like(state[:, :1]), state[:, :-1]), 1)
+
+
+# -- Parts -------------------------------------------------------------------------------------------------------------
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.float() if x.dtype in HALF else x
+
+
+class RMSNorm(nn.RMSNorm):
+    """In float32 at least; torch's own is slow where x and the weight differ in type, as under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(wide(x), self.normalized_shape, wide(self.weight), self.eps).to(x.dtype)
+
+
+def convolve(conv: ShortConvolution, x: Tensor) -> Tensor:
+    """From the first token on: nothing was before it."""
+    return conv(pad(x, (0, 0, conv.weight.shape[1] - 1, 0)))
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:  # [B,T,H,K]
+    """Rotary positions; channel i turns with channel i + K/2."""
+    first, second = wide(x).chunk(2, -1)
+    K = x.shape[-1]
+    frequencies = theta ** (-torch.arange(0, K, 2, device=x.device, dtype=first.dtype) / K)
+    angles = torch.arange(x.shape[1], device=x.device, dtype=first.dtype)[:, None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@torch.no_grad()
+def reset_rates(A_log: Tensor, dt_bias: Tensor, slowest: float) -> None:
+    """Decay rates uniform up to 16 and time steps log-uniform from 0.001 to 0.1, as Mamba-2 has them."""
+    A_log.uniform_(slowest, 16).clamp_(min=1e-4).log_()  # the log of 0 could not be trained
+    dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of this is dt
+
+
+def head_dims(hidden_size: int, num_heads: int, expand_k: float, expand_v: float) -> tuple[int, int]:
+    key_dim = whole("hidden_size · expand_k / num_heads", hidden_size * expand_k / num_heads)
+    return key_dim, whole("hidden_size · expand_v / num_heads", hidden_size * expand_v / num_heads)
+
+
+def whole(name: str, n: float) -> int:
+    if not math.isclose(n, round(n), abs_tol=1e-9):
+        raise ValueError(f"{name} must be a whole number, but was {n}")
+    return round(n)
