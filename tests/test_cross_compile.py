@@ -1,7 +1,7 @@
 """Every kernel compiles for Hopper, as launched, on a machine without a GPU: what ptxas makes of it can be read.
 
 A subprocess, since the kernels here are imported for the interpreter. In it a launch compiles and does not run, so that
-block sizes and options are those of launch.py and not a copy of them.
+block sizes and options are those of launch.py and fused.py and not a copy of them.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +26,13 @@ LAUNCHES = {
     (24, 24, 48): ((80, True, False, True), (4, False, False, False)),
     (128, 1, 128): ((80, True, True, True), (4, False, False, False)),
 }
+# The layer of the paper, by (d_model, heads): tokens, packed.
+LAYERS = {(128, 4): ((1024, True),), (1024, 32): ((4096, False),)}
 # Bytes a thread may spill to local memory: what was measured, and a little more. A guard, not a goal: run this
 # file as a program to measure anew. Another Triton brings another ptxas, which spills otherwise.
 MEASURED_WITH = "3.7"
 SLACK = 64  # of those not named below
-SPILLS: dict[tuple[int, int, int], dict[str, int]] = {
+SPILLS: dict[tuple[int, ...], dict[str, int]] = {
     (25, 25, 48): {
         "hopper.pack_kernel": 250,
         "hopper.scan_kernel": 120,
@@ -42,40 +45,74 @@ SPILLS: dict[tuple[int, int, int], dict[str, int]] = {
 }
 
 
-def launch_all(shape: tuple[int, int, int], B: int, H: int, delta: bool, decay: bool, packed: bool) -> None:
-    """Forward, backward and a step, on tensors without data that say they are on a GPU."""
+def launch_all(shape: tuple[int, ...], *rule: int) -> None:
+    """On tensors without data that say they are on a GPU."""
     from types import SimpleNamespace
 
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from runningtensor.ops.triton import launch
-
     FakeTensor.data_ptr = lambda _: 0  # aligned, as all that torch allocates
     FakeTensor.__setitem__ = lambda *_: None  # torch without CUDA cannot
     torch.cuda.get_device_capability = lambda _: (9, 0)
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
-    T, (K, R, V) = 256, shape
 
     def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
     with FakeTensorMode():
-        q, k, u, r, v = (fake(B, T, H, width) for width in (K, K, R, R, V))
-        inputs = (q, k, u, r, v, fake(B, T, H) if delta else None, fake(B, T, H) if decay else None)
-        cu_seqlens = fake(3, dtype=torch.int64) if packed else None
-        initial_state = fake(2 if packed else B, H, K, R, V, dtype=torch.float32) if decay else None
-        _, _, inverse = launch.forward(inputs, initial_state, cu_seqlens, 64, True)
-        launch.backward(v, None, inputs, initial_state, cu_seqlens, inverse, 64)
-        token = (None if x is None else fake(B, H, *x.shape[3:]) for x in inputs)
-        launch.step(*token, fake(B, H, K, R, V, dtype=torch.float32))
+        (launch_op if len(shape) == 3 else launch_layer)(fake, shape, *rule)
+
+
+def launch_op(
+    fake: Callable, shape: tuple[int, int, int], B: int, H: int, delta: bool, decay: bool, packed: bool
+) -> None:
+    """Forward, backward and a step."""
+    import torch
+
+    from runningtensor.ops.triton import launch
+
+    T, (K, R, V) = 256, shape
+    q, k, u, r, v = (fake(B, T, H, width) for width in (K, K, R, R, V))
+    inputs = (q, k, u, r, v, fake(B, T, H) if delta else None, fake(B, T, H) if decay else None)
+    cu_seqlens = fake(3, dtype=torch.int64) if packed else None
+    initial_state = fake(2 if packed else B, H, K, R, V, dtype=torch.float32) if decay else None
+    _, _, inverse = launch.forward(inputs, initial_state, cu_seqlens, 64, True)
+    launch.backward(v, None, inputs, initial_state, cu_seqlens, inverse, 64)
+    token = (None if x is None else fake(B, H, *x.shape[3:]) for x in inputs)
+    launch.step(*token, fake(B, H, K, R, V, dtype=torch.float32))
+
+
+def launch_layer(fake: Callable, shape: tuple[int, int], B: int, T: int, packed: bool) -> None:
+    """What is before the op and after it: forward, backward and a step."""
+    import torch
+
+    from runningtensor.layers import RunningTensor, fused
+
+    layer = RunningTensor(*shape)
+    conv, weight = (fake(*part.weight.shape) for part in (layer.conv, layer.norm))
+
+    def forward(T: int, extra: int, position: torch.Tensor | None) -> tuple[tuple, tuple, list[torch.Tensor]]:
+        # Without the wrappers of custom ops, which launch nothing where tensors are fake.
+        x = fake(B, extra + T, layer.projection.compact_width)
+        before = (x, conv, extra, position, None, *vars(layer.shape).values())
+        outputs = fused._front._init_fn(*before)
+        values, _, scale, gate = outputs[-4:]
+        after = (values, gate.view_as(values), scale, weight, layer.norm.eps)
+        fused.gated_norm._init_fn(*after)
+        return before, after, outputs
+
+    before, after, outputs = forward(T, 0, fake(T, dtype=torch.int64) if packed else None)
+    fused._norm_backward._init_fn(after[0], *after)
+    fused._front_backward._init_fn(outputs, *before)
+    forward(1, conv.shape[1] - 1, None)
 
 
 def name(kernel: object) -> str:
     return f"{kernel.module.split('.')[-1]}.{kernel.__name__}"
 
 
-def compile_all(shape: tuple[int, int, int], *rule: int) -> list[dict]:
+def compile_all(shape: tuple[int, ...], *rule: int) -> list[dict]:
     """Of each launch: the kernel, its shared memory, registers and spills."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -118,7 +155,7 @@ def compile_all(shape: tuple[int, int, int], *rule: int) -> list[dict]:
     return found
 
 
-def grids(shape: tuple[int, int, int], *rule: int) -> list[dict]:
+def grids(shape: tuple[int, ...], *rule: int) -> list[dict]:
     """Of each launch: the kernel and its grid."""
     from triton.runtime.jit import JITFunction
 
@@ -137,23 +174,23 @@ def elsewhere(what: str, *arguments: object) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def compile_everything() -> dict[tuple[int, int, int], list[dict]]:
+def compile_everything() -> dict[tuple[int, ...], list[dict]]:
     """Of each shape, all launches."""
-    jobs = [(shape, rule) for shape, rules in LAUNCHES.items() for rule in rules]
+    jobs = [(shape, rule) for shape, rules in (LAUNCHES | LAYERS).items() for rule in rules]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda job: elsewhere("compile_all", job[0], 1, *job[1]), jobs)
-    results = {shape: [] for shape in LAUNCHES}
+    results = {shape: [] for shape in LAUNCHES | LAYERS}
     for (shape, _), launches in zip(jobs, found, strict=True):
         results[shape] += launches
     return results
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[tuple[int, int, int], list[dict]]:
+def compiled() -> dict[tuple[int, ...], list[dict]]:
     return compile_everything()
 
 
-SHAPES = pytest.mark.parametrize("shape", LAUNCHES, ids=lambda shape: "x".join(map(str, shape)))
+SHAPES = pytest.mark.parametrize("shape", LAUNCHES | LAYERS, ids=lambda shape: "x".join(map(str, shape)))
 
 
 @SHAPES
@@ -165,7 +202,9 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory(compiled, sha
 @pytest.mark.skipif(not version("triton").startswith(MEASURED_WITH), reason=f"measured with Triton {MEASURED_WITH}")
 @SHAPES
 def test_no_kernel_spills_more_registers_than_it_did(compiled, shape):
-    more = [launch for launch in compiled[shape] if launch["spilled"] > SPILLS[shape].get(launch["kernel"], SLACK)]
+    more = [
+        launch for launch in compiled[shape] if launch["spilled"] > SPILLS.get(shape, {}).get(launch["kernel"], SLACK)
+    ]
     assert not more
 
 
