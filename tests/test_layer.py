@@ -200,8 +200,8 @@ def test_the_layer_is_the_papers_over_several_chunks_of_the_op():
 
 def test_the_ten_slices_have_the_papers_order_and_widths():
     layer = RunningTensor(128)
-    assert layer.sizes == [96, 96, 96, 96, 192, 4, 4, 4, 4, 192]
-    assert sum(layer.sizes) == layer.conv_channels == 784 == 4 * (2 * 24 + 2 * 24 + 2 * 48 + 4)
+    assert layer.shape.sizes == [96, 96, 96, 96, 192, 4, 4, 4, 4, 192]
+    assert sum(layer.shape.sizes) == layer.conv_channels == 784 == 4 * (2 * 24 + 2 * 24 + 2 * 48 + 4)
 
 
 # -- Its parts ---------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ TABLE = {  # options, non-embedding parameters a layer, floats of its state
 @pytest.mark.parametrize(("options", "parameters", "floats"), TABLE.values(), ids=TABLE)
 def test_parameters_and_state_are_those_of_the_papers_table(options, parameters, floats):
     layer = RunningTensor(128, layer_idx=0, **options)
-    assert sum(layer.sizes) == (784 if layer.order == 3 else 584)
+    assert sum(layer.shape.sizes) == (784 if layer.order == 3 else 584)
     block = 3 * 128 * 384 + 2 * 128  # SwiGLU and two RMSNorms
     assert sum(p.numel() for p in layer.parameters()) + block == parameters
     assert layer.state_floats == floats

@@ -33,15 +33,19 @@ class Front:
     gate_conv: bool
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """The channels at which q, k, u, r, v, a, b, z1, z2 and g_out begin."""
+    def sizes(self) -> list[int]:
+        """Channels of q, k, u, r, v, a, b, z1, z2 and g_out: the paper's order, which decides what each reads of x."""
         pairs = [width for width in self.key_dims for _ in range(2)]
-        sizes = (*pairs, self.value_dim, 1, 1, *[1] * self.skips)
-        return tuple(accumulate((self.num_heads * n for n in sizes), initial=0))
+        return [self.num_heads * n for n in (*pairs, self.value_dim, 1, 1, *[1] * self.skips, self.value_dim)]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The channels at which they begin."""
+        return tuple(accumulate(self.sizes[:-1], initial=0))
 
     @property
     def channels(self) -> int:
-        return self.starts[-1] + self.num_heads * self.value_dim
+        return sum(self.sizes)
 
     def outputs(self, x: Tensor, extra: int) -> list[Tensor]:
         """Room for queries, keys, values, β, what the forget gate gives, and the output gate."""

@@ -5,6 +5,7 @@ q, k, u, r: SiLU, ℓ2, query-skip features, ℓ2      v: SiLU      β = σ(b)  
 o = running_tensor((q, u), (k, r), v)               out = (RMSNorm(o) ⊙ SiLU(g_out)) W
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,14 +90,10 @@ class RunningTensor(nn.Module):
         self.layer_idx = layer_idx
         # The paper's tensor rows without query-skip gates have their channels all the same, its matrix rows have not.
         skips = len(key_dims) if query_skip or self.order > 2 else 0
-        # In the paper's order, which with a repeated input decides what each of them reads.
-        pairs = [width for width in self.key_dims for _ in range(2)]  # q, k, u, r, …
-        self.sizes = [num_heads * n for n in (*pairs, value_dim, 1, 1, *[1] * skips, value_dim)]
-        fused = sum(self.sizes)
-        self.conv_channels = fused if gate_conv else fused - num_heads * value_dim
-        self.projection = PROJECTIONS[projection](hidden_size, fused)
-        period = self.projection.hidden_size
-        self.shape = Front(period, self.key_dims, value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+        shape = Front(hidden_size, self.key_dims, value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
+        self.projection = PROJECTIONS[projection](hidden_size, shape.channels)
+        self.shape = replace(shape, period=self.projection.hidden_size)
+        self.conv_channels = shape.channels - (0 if gate_conv else num_heads * value_dim)
         self.conv = ShortConvolution(self.conv_channels, conv_size)
         self.norm = GatedRMSNorm(value_dim, norm_eps)
         self.out_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=False)
@@ -145,10 +142,11 @@ class RunningTensor(nn.Module):
         mask = order = None
         x = hidden_states
         if attention_mask is not None:
-            B, L = x.shape[0], "L >= " + str(T)
-            if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-                shape = tuple(attention_mask.shape)
-                raise ValueError(f"attention_mask must be of shape [{B}, {L}], as hidden_states are, but was {shape}")
+            B, shape = x.shape[0], tuple(attention_mask.shape)
+            if len(shape) != 2 or shape[0] != B or shape[1] < T:
+                raise ValueError(
+                    f"attention_mask must be of shape [{B}, L >= {T}], as hidden_states are, but was {shape}"
+                )
             mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
             x = x.masked_fill(~mask[..., None], 0)
             if T > 1:
@@ -215,7 +213,8 @@ class RunningTensor(nn.Module):
         fused = self.projection.spread(source)
         convolved = self.conv(fused[..., : self.conv_channels], position)
         gate = convolved[..., -H * V :] if self.gate_conv else fused[:, before:, -H * V :]
-        parts = convolved[..., : sum(self.sizes[:-1])].split(self.sizes[:-1], -1)
+        sizes = self.shape.sizes[:-1]
+        parts = convolved[..., : sum(sizes)].split(sizes, -1)
         *pairs, values, a, b = parts[: 2 * modes + 3]
         skips = parts[2 * modes + 3 :]
         pairs = [l2_normalize(silu(x).unflatten(-1, (H, -1))) for x in pairs]

@@ -38,29 +38,24 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name up to Tr
 
 
 @triton.jit
-def pack_side(
-    k,  # [64,W]
-    r,  # [64,W]
-    edges,  # the columns 24 of both [64]
-    scale,
-    multipliers,
-    rows,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BASES: tl.constexpr,
-    DECAY: tl.constexpr,
-):
-    """Writes the multipliers and the bases of a chunk's keys or queries."""
+def store_multipliers(into, k, k24, r24, K: tl.constexpr, W: tl.constexpr):
+    """The multipliers of a chunk's keys or queries, a row each: k [64,W] transposed, then the last k and r."""
     i = tl.arange(0, 64)[:, None]
     w = tl.arange(0, W)[None, :]
-    x = k
     if K == 25:
-        x = tl.where(w < 26, k, tl.where(w < 28, edges[0][:, None], edges[1][:, None]))
-    tl.store(multipliers + tl.trans(w) * 128 + tl.trans(i), tl.trans(x))
+        k = tl.where(w < 26, k, tl.where(w < 28, k24[:, None], r24[:, None]))
+    tl.store(into + tl.trans(w) * 128 + tl.trans(i), tl.trans(k))
+
+
+@triton.jit
+def store_bases(into, k, r, scale, W: tl.constexpr, BASES: tl.constexpr, DECAY: tl.constexpr):
+    """The bases of a chunk's keys or queries, a row a token, each times its scale: T0, T1, E0 and E1."""
+    i = tl.arange(0, 64)[:, None]
+    w = tl.arange(0, W)[None, :]
     if DECAY:
         k = (k * scale[:, None]).to(k.dtype)
         r = (r * scale[:, None]).to(r.dtype)
-    into = rows + i * BASES + w
+    into += i * BASES + w
     tl.store(into, r, mask=w < 24)
     if BASES > 16:
         tl.store(into + 8, r, mask=(w >= 16) & (w < 24))
@@ -116,24 +111,18 @@ def pack_kernel(
     W: tl.constexpr = FACTORS
     ck, cq = load_rows(k, row, inside, K, W), load_rows(q, row, inside, K, W)
     cr, cu = load_rows(r, row, inside, R, W), load_rows(u, row, inside, R, W)
-    key_edges = (before, before)
-    query_edges = (before, before)
+    k24, r24, q24, u24 = before, before, before, before
     if K == 25:
-        key_edges = (
-            tl.load(k + row * K + 24, mask=inside, other=0.0),
-            tl.load(r + row * R + 24, mask=inside, other=0.0),
-        )
-        query_edges = (
-            tl.load(q + row * K + 24, mask=inside, other=0.0),
-            tl.load(u + row * R + 24, mask=inside, other=0.0),
-        )
-    pack_side(ck, cr, key_edges, before, multipliers, rows, K, W, BASES, DECAY)
-    pack_side(cq, cu, query_edges, before, multipliers + 64, rows + 64 * BASES, K, W, BASES, DECAY)
+        k24, r24 = tl.load(k + row * K + 24, mask=inside, other=0.0), tl.load(r + row * R + 24, mask=inside, other=0.0)
+        q24, u24 = tl.load(q + row * K + 24, mask=inside, other=0.0), tl.load(u + row * R + 24, mask=inside, other=0.0)
+    store_multipliers(multipliers, ck, k24, r24, K, W)
+    store_multipliers(multipliers + 64, cq, q24, u24, K, W)
+    store_bases(rows, ck, cr, before, W, BASES, DECAY)
+    store_bases(rows + 64 * BASES, cq, cu, before, W, BASES, DECAY)
     if DECAY:
         tl.store(scales + at * 128 + i, before)
         tl.store(scales + at * 128 + 64 + i, after)
-        # The same bases; the multipliers are written once more, which is simpler than not to.
-        pack_side(ck, cr, key_edges, after, multipliers, late + at * (64 * BASES), K, W, BASES, DECAY)
+        store_bases(late + at * (64 * BASES), ck, cr, after, W, BASES, DECAY)
 
     saved = first * 64 + row[:, None] * 64 + i[None, :]
     if SOLVE:
