@@ -188,6 +188,13 @@ def test_equal_keys_in_half_precision_are_right():
     check(x, bound=4e-3)
 
 
+def test_equal_keys_do_not_gather_the_rounding_of_the_inverse():
+    # Its entries repeat too: rounded to TF32 all err alike, and the gradient a chunk passes on is off by their sum, so
+    # that d values and d beta are off by 4e-3 to 1e-2.
+    x = equal_keys(make(1, T=200, H=2, widths=(9, 5), V=V, decay=False, dtype=torch.float16))
+    check(x, bound=3e-3)
+
+
 @pytest.fixture
 def memory_full_of_nan():
     """What is allocated and not yet written reads as NaN."""

@@ -18,6 +18,7 @@ from runningtensor.ops.triton.forward import (
     load_rows,
     locate,
     sequence,
+    solve,
     within,
 )
 
@@ -88,7 +89,7 @@ def reverse_kernel(
         dE = dX
         if DELTA:
             inv_t = tl.load(inverse + first * C + row[None, :] * C + i[:, None], mask=inside[None, :], other=0.0)
-            Y = dot(inv_t.to(tl.float32), dX, PREC)
+            Y = solve(inv_t, dX, PREC)
             tl.store(solved + first * V + at, Y.to(dt), mask=mask)
             dE = Y * tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
         tl.store(dv + first * V + at, dE.to(dt), mask=mask)

@@ -45,12 +45,33 @@ def sequence(cu_seqlens, chunk_starts, n, T, C: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
+def rounded(x):
+    """Float32 to the nearest TF32. Tensor cores cut it off; this halves the error and takes its bias away."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def dot(a, b, PREC: tl.constexpr, acc=None):
-    """A B + acc. Tensor cores cut float32 off to TF32; rounding first halves the error and takes its bias away."""
+    """A B + acc."""
     if PREC == "tf32" and a.dtype == tl.float32:
-        a = (a.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        a = rounded(a)
+        b = rounded(b)
     return tl.dot(a, b, acc, input_precision=PREC)
+
+
+@triton.jit
+def solve(inverse, x, PREC: tl.constexpr):
+    """(I + L)⁻¹ X, the inverse in float32 proper, in two parts where products are in TF32.
+
+    Where keys repeat, its entries do too, and TF32 would err in all of them alike: sums of rows, which ought to
+    telescope, would gather 64 times that error into the state.
+    """
+    if PREC == "tf32":
+        x = rounded(x)
+        most = rounded(inverse)
+        return tl.dot(inverse - most, x, tl.dot(most, x, input_precision=PREC), input_precision=PREC)
+    else:
+        return tl.dot(inverse, x, input_precision=PREC)
 
 
 @triton.jit
@@ -289,7 +310,7 @@ def scan_kernel(
             b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
             inv = tl.load(inverse + first * C + row[:, None] * C + i[None, :], mask=inside[:, None], other=0.0)
             # Within a chunk few numbers are multiplied, so that these may as well be float32.
-            X = dot(inv.to(tl.float32), (bv - E) * b[:, None], PREC)
+            X = solve(inv, (bv - E) * b[:, None], PREC)
         else:
             X = bv.to(tl.float32)
         if SAVE:
