@@ -10,7 +10,8 @@ from torch import Tensor
 
 from runningtensor.ops.interface import triton_refuses
 
-BLOCK = 32  # tokens, or rows, of a program
+BLOCK = 32  # rows of a program that mixes or norms
+LANES, SPAN = 128, 64  # of a program of the front end, and how many tokens it walks through
 
 
 def usable(x: Tensor) -> bool:
@@ -57,6 +58,12 @@ class Front:
         found.append(x.new_empty(lead if self.forget != "none" else 0, dtype=torch.float32))
         return [*found, x.new_empty(*lead[:2], self.num_heads * self.value_dim)]
 
+    def grid(self, spans: int) -> tuple[int, int]:
+        from runningtensor.layers.front_kernels import lanes
+
+        rows = LANES // max(lanes(width) for width in (*self.key_dims, self.value_dim))
+        return -(-spans * self.num_heads // rows), 2 * len(self.key_dims) + 2
+
     def constants(self, x: Tensor, conv: Tensor, extra: int, position: Tensor | None) -> dict[str, Any]:
         import triton
 
@@ -69,10 +76,10 @@ class Front:
             X=x.shape[2],
             F=self.channels,
             SIZE=conv.shape[1],
-            BT=min(BLOCK, triton.next_power_of_2(x.shape[1] - extra)),
+            SPAN=min(SPAN, triton.next_power_of_2(x.shape[1] - extra)),
+            LANES=LANES,
+            num_warps=LANES // 32,
             EXTRA=extra,
-            KP=triton.next_power_of_2(max(self.key_dims)),
-            VP=triton.next_power_of_2(self.value_dim),
             SKIP=int(self.query_skip),
             TELESCOPING=self.forget == "telescoping",
             GATE_CONV=self.gate_conv,
@@ -111,7 +118,7 @@ def _front(
     forget: str,
     gate_conv: bool,
 ) -> list[Tensor]:
-    from runningtensor.layers.kernels import front_kernel
+    from runningtensor.layers.front_kernels import front_kernel
 
     front = Front(period, tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
     x, conv = x.contiguous(), conv.contiguous()
@@ -121,8 +128,9 @@ def _front(
     modes = len(key_dims)
     queries, keys, (values, beta, gone, gate) = outputs[:modes], outputs[modes : 2 * modes], outputs[2 * modes :]
     constants = front.constants(x, conv, extra, position)
-    T = x.shape[1] - extra
-    front_kernel[(x.shape[0] * -(-T // constants["BT"]), num_heads)](
+    B, T = x.shape[0], x.shape[1] - extra
+    spans = B * -(-T // constants["SPAN"])
+    front_kernel[front.grid(spans)](
         x,
         conv,
         position,
@@ -133,6 +141,7 @@ def _front(
         beta if delta else None,
         gone if forget != "none" else None,
         gate,
+        B,
         T,
         **constants,
     )
@@ -162,21 +171,23 @@ def _front_backward(
     forget: str,
     gate_conv: bool,
 ) -> tuple[Tensor, Tensor]:
-    from runningtensor.layers.kernels import front_gradients_kernel, input_gradients_kernel
+    from runningtensor.layers.front_kernels import front_gradients_kernel, input_gradients_kernel
 
     front = Front(period, tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
     x, conv = x.contiguous(), conv.contiguous()
     grads = [grad.contiguous() for grad in grads]
     modes, B, T, X = len(key_dims), x.shape[0], x.shape[1] - extra, x.shape[2]
     constants = front.constants(x, conv, extra, position)
-    blocks = B * -(-T // constants["BT"])
-    dfused = x.new_empty(B, T, front.channels)
-    dconv = x.new_empty(blocks, *conv.shape, dtype=torch.float32)
-    dx = x.new_empty(B, T, X)
+    spans = B * -(-T // constants["SPAN"])
+    everything = delta and forget != "none" and (query_skip or skips == 0)
+    make = x.new_empty if everything else x.new_zeros  # channels that nothing reads have no gradient
+    dfused = make(B, T, front.channels)
+    dconv = make(spans, *conv.shape, dtype=torch.float32)
+    dx = dfused if front.channels == X else x.new_empty(B, T, X)
     if dx.numel() > 0:
         mask = None if mask is None else mask.contiguous()
         dvalues, dbeta, dgone, dgate = grads[2 * modes :]
-        front_gradients_kernel[(blocks, num_heads)](
+        front_gradients_kernel[front.grid(spans)](
             x,
             conv,
             position,
@@ -189,14 +200,15 @@ def _front_backward(
             dgate,
             dfused,
             dconv,
+            B,
             T,
             C=conv.shape[0],
             **constants,
         )
-        BD = min(64, constants["KP"] * 2)
-        shared = {name: constants[name] for name in ("D", "X", "F", "SIZE", "BT", "PACKED")}
-        grid = (blocks, -(-X // BD))
-        input_gradients_kernel[grid](dfused, conv, position, dx, T, C=conv.shape[0], BD=BD, **shared)
+    if dx is not dfused and dx.numel() > 0:
+        BR, BD = 16, 64
+        grid = (-(-B * T // BR), -(-X // BD))
+        input_gradients_kernel[grid](dfused, dx, B * T, D=period, X=X, F=front.channels, BR=BR, BD=BD)
     return dx, dconv.sum(0).to(conv.dtype)
 
 
