@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runningtensor.ops.eager import quick
 from runningtensor.ops.interface import triton_refuses
 
 BLOCK = 32  # rows of a program that mixes or norms
@@ -98,7 +99,7 @@ def front(
     """Queries, keys, values, β, exp(g) or log α, and the output gate, of T tokens."""
     shape = (front.period, front.key_dims, front.value_dim, front.num_heads, front.skips)
     options = (front.query_skip, front.delta, front.forget, front.gate_conv)
-    return _front(x, conv, extra, position, mask, *shape, *options)
+    return list(_quick_front(x, conv, extra, position, mask, *shape, *options))
 
 
 @torch.library.custom_op("runningtensor::front", mutates_args=())
@@ -225,13 +226,14 @@ def _save_front(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _front_gradients(ctx, grads):  # type: ignore[no-untyped-def]
     x, conv, position, mask, *outputs = ctx.saved_tensors
     grads = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
-    dx, dconv = _front_backward(grads, x, conv, ctx.extra, position, mask, *ctx.shape)
+    dx, dconv = _quick_front_backward(grads, x, conv, ctx.extra, position, mask, *ctx.shape)
     if ctx.extra > 0:  # what a cache holds has no gradient
         dx = torch.nn.functional.pad(dx, (0, 0, ctx.extra, 0))
     return dx, dconv, *[None] * (3 + len(ctx.shape))
 
 
 _front.register_autograd(_front_gradients, setup_context=_save_front)
+_quick_front, _quick_front_backward = quick(_front), quick(_front_backward)
 
 
 def mix_shape(x: Tensor) -> tuple[int, int, int]:
@@ -244,7 +246,7 @@ def mix_shape(x: Tensor) -> tuple[int, int, int]:
 
 
 @torch.library.custom_op("runningtensor::mix", mutates_args=())
-def mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
+def _mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
     """`ConcOnlyC.compact` of x [...,D]."""
     import triton
 
@@ -258,7 +260,7 @@ def mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
     return out
 
 
-@mix.register_fake
+@_mix.register_fake
 def _like_mix(x, taps, width):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], x.shape[-1] + 2)
 
@@ -290,14 +292,15 @@ def _save_mix(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _mix_gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    return *_mix_backward(dout, *ctx.saved_tensors, ctx.width), None
+    return *_quick_mix_backward(dout, *ctx.saved_tensors, ctx.width), None
 
 
-mix.register_autograd(_mix_gradients, setup_context=_save_mix)
+_mix.register_autograd(_mix_gradients, setup_context=_save_mix)
+mix, _quick_mix_backward = quick(_mix), quick(_mix_backward)
 
 
 @torch.library.custom_op("runningtensor::gated_norm", mutates_args=())
-def gated_norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm(scale x) ⊙ SiLU(gate), over the last dimension of x [...,V]; scale [...]."""
     import triton
 
@@ -323,7 +326,7 @@ def gated_norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, ep
     return out
 
 
-@gated_norm.register_fake
+@_norm.register_fake
 def _like_norm(x, gate, scale, weight, eps):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -376,8 +379,9 @@ def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _norm_gradients(ctx, dout):  # type: ignore[no-untyped-def]
     x, gate, scale, weight = ctx.saved_tensors
-    dx, dgate, dscale, dweight = _norm_backward(dout, x, gate, scale, weight, ctx.eps)
+    dx, dgate, dscale, dweight = _quick_norm_backward(dout, x, gate, scale, weight, ctx.eps)
     return dx, dgate, None if scale is None else dscale, dweight, None
 
 
-gated_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
+_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
+gated_norm, _quick_norm_backward = quick(_norm), quick(_norm_backward)

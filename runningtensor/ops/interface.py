@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from runningtensor.ops import chunk, reference
+from runningtensor.ops.eager import quick
 
 BACKENDS = ("auto", "triton", "torch", "recurrent")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -74,7 +76,7 @@ def running_tensor(
         chunk_size = next((size for size in (64, 32) if size <= chunk_size), 16)
     if initial_state is not None:
         initial_state = initial_state.reshape(N, H, k.shape[-1], r.shape[-1], V)
-    out, state, _ = _forward(
+    out, state, _ = _quick_forward(
         q, k, u, r, values, beta, log_decay, initial_state, cu_seqlens, chunk_size, output_final_state, backend
     )
     return out, state.reshape(state_shape) if output_final_state else None
@@ -277,17 +279,21 @@ def _forward(
     """Outputs, final state if `keep`, and the rows of (I + L)⁻¹ with beta; what is not wanted is empty."""
     if cu_seqlens is not None:
         check_packing(cu_seqlens, v.shape[1])
-    like = _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep, backend)
     if v.numel() == 0:  # no token: nothing is written, and the state stays as it was
+        like = _like_forward(q, k, u, r, v, beta, log_decay, initial_state, cu_seqlens, chunk_size, keep, backend)
         if keep and initial_state is not None:
             like[1].copy_(initial_state)
         elif keep:
             like[1].zero_()
         return like
     inputs = (q, k, u, r, v, beta, log_decay)
-    with torch.autocast(v.device.type, enabled=False):
-        results = _module(backend).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
-    return tuple(empty if x is None else x for x, empty in zip(results, like, strict=True))
+    with _no_autocast(backend, v):
+        out, state, inverse = _module(backend).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
+    if state is None:
+        state = v.new_empty(0, dtype=state_dtype(v))
+    if inverse is None:
+        inverse = v.new_empty(0, dtype=_inverse_dtype(k, r, v, chunk_size, backend))
+    return out, state, inverse
 
 
 @_forward.register_fake
@@ -297,12 +303,16 @@ def _like_forward(  # type: ignore[no-untyped-def]
     N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (N, v.shape[2], k.shape[3], r.shape[3], v.shape[3]) if keep else (0,)
     inverse = (0,) if beta is None else (*v.shape[:3], chunk_size)
-    dtype = state_dtype(v)
-    if backend == "triton":
-        from runningtensor.ops.triton.launch import inverse_dtype
-
-        dtype = inverse_dtype(k.shape[3], r.shape[3], chunk_size, v)
+    dtype = _inverse_dtype(k, r, v, chunk_size, backend)
     return v.new_empty(v.shape), v.new_empty(state, dtype=state_dtype(v)), v.new_empty(inverse, dtype=dtype)
+
+
+def _inverse_dtype(k: Tensor, r: Tensor, v: Tensor, chunk_size: int, backend: str) -> torch.dtype:
+    if backend == "torch":
+        return state_dtype(v)
+    from runningtensor.ops.triton.launch import inverse_dtype
+
+    return inverse_dtype(k.shape[3], r.shape[3], chunk_size, v)
 
 
 @torch.library.custom_op("runningtensor::backward", mutates_args=())
@@ -330,7 +340,7 @@ def _backward(
             grads[-1].copy_(dfinal)
     else:
         rows = None if beta is None else inverse
-        with torch.autocast(v.device.type, enabled=False):
+        with _no_autocast(backend, v):
             grads = _module(backend).backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
     return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
@@ -341,6 +351,11 @@ def _(  # type: ignore[no-untyped-def]
 ):
     inputs = (q, k, u, r, v, beta, log_decay, initial_state)
     return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def _no_autocast(backend: str, v: Tensor) -> AbstractContextManager[Any]:
+    """The torch backend's products keep their dtype; kernels do anyway, and to say so takes time."""
+    return torch.autocast(v.device.type, enabled=False) if backend == "torch" else nullcontext()
 
 
 def _module(backend: str) -> Any:
@@ -362,8 +377,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Tens
     v = inputs[4]
     dout = torch.zeros_like(v) if dout is None else dout
     dfinal = dfinal if ctx.keep else None
-    grads = _backward(dout, dfinal, *inputs, cu_seqlens, inverse, ctx.chunk_size, ctx.backend)
+    grads = _quick_backward(dout, dfinal, *inputs, cu_seqlens, inverse, ctx.chunk_size, ctx.backend)
     return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), *[None] * 4
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_quick_forward, _quick_backward = quick(_forward), quick(_backward)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from runningtensor.ops.chunk import kron
+from runningtensor.ops.eager import plain
 from runningtensor.ops.interface import check_inputs, check_tensor, choose, require, state_dtype, two_modes, wrong
 
 WIDEST_KERNEL = 4096  # features: the kernel holds them all in registers
@@ -43,7 +44,11 @@ def running_tensor_step(
     q, u = two_modes(queries)
     k, r = two_modes(keys)
     if k.shape[-1] * r.shape[-1] <= WIDEST_KERNEL and choose("auto", k, r, values) == "triton":
-        return _kernel_step(q, k, u, r, values, beta, log_decay, state)
+        inputs = (q, k, u, r, values, beta, log_decay, state)
+        if torch.compiler.is_compiling() or not plain(inputs):
+            return _kernel_step(*inputs)
+        torch.autograd.graph.increment_version(state)  # as the dispatcher does with what an op overwrites
+        return _kernel_step._init_fn(*inputs)
 
     with torch.autocast(values.device.type, enabled=False):
         S = state.view(B, H, -1, V)  # the Kronecker view: a matrix rule with κ = k⊗r
