@@ -1,13 +1,23 @@
-"""A run on the recall task learns, tests on a fixed set, and repeats with its seed."""
+"""A run on the recall task learns, tests on a fixed set, repeats with its seed, and is one line of JSON."""
+
+import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from runningtensor.layers.baselines import BASELINES
-from runningtensor.mqar.data import Task
-from runningtensor.mqar.train import Recall, Run, train
+from runningtensor.layers import RunningTensor
+from runningtensor.mqar import train as training
+from runningtensor.mqar.data import IGNORE, Task, stream
+from runningtensor.mqar.mixers import MIXERS, TiedKeys
+from runningtensor.mqar.record import from_json, identity, to_json
+from runningtensor.mqar.train import Batch, Clock, Recall, Run, Trainer, score, train
 
+CPU = torch.device("cpu")
 EASY = Task(16, 2, vocab_size=16)
+LONGER = Task(32, 4, vocab_size=16)
 TINY = {"num_heads": 1, "key_dims": (6, 6), "value_dim": 8}
 
 
@@ -21,32 +31,234 @@ def last(found):
     return result
 
 
+def losses(result):
+    return [point.loss for point in result.curve]
+
+
 def test_a_run_learns_an_easy_task():
-    result = last(train(run(steps=250, test_every=50, batch=64), torch.device("cpu")))
-    assert result.curve[0].accuracy < 0.9 < result.accuracy  # two pairs: chance is a half at best
+    result = last(train(run(steps=250, test_every=25, layers=1, lr=2e-2, stop_at=0.9), CPU))
+    assert result.curve[0].accuracy < 0.9 <= result.accuracy  # two pairs: chance is a half at best
     assert result.steps_to(0.9) is not None and result.steps_to(1.01) is None
 
 
 def test_a_run_repeats_with_its_seed():
-    first, again, other = (last(train(run(seed=seed), torch.device("cpu"))) for seed in (0, 0, 1))
-    assert [point.loss for point in first.curve] == [point.loss for point in again.curve]
-    assert [point.loss for point in first.curve] != [point.loss for point in other.curve]
+    first, again, other = (last(train(run(seed=seed), CPU)) for seed in (0, 0, 1))
+    assert losses(first) == losses(again)
+    assert losses(first) != losses(other)
     assert first.validation == other.validation
 
 
 def test_a_run_tests_as_often_as_asked_and_stops_when_it_is_good_enough():
-    found = last(train(run(steps=7), torch.device("cpu")))
+    found = last(train(run(steps=7), CPU))
     assert [point.step for point in found.curve] == [3, 6, 7]
-    assert [point.step for point in last(train(run(stop_at=0.0), torch.device("cpu"))).curve] == [3]
+    assert [point.step for point in last(train(run(stop_at=0.0), CPU)).curve] == [3]
 
 
-@pytest.mark.parametrize("mixer", ("running_tensor", *BASELINES))
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_every_mixer_can_be_trained(mixer):
-    result = last(train(run(mixer=mixer, options={} if mixer != "running_tensor" else TINY, d_model=32, steps=3)))
+    result = last(train(run(mixer=mixer, options=TINY if mixer == "running_tensor" else {}, d_model=32, steps=3), CPU))
     assert len(result.curve) == 1 and result.curve[0].loss < 10
 
 
 def test_nothing_is_predicted_but_what_has_a_label():
     model = Recall(run())
     tokens, labels = EASY.sample(4, torch.Generator().manual_seed(0))
-    assert model.logits(tokens, labels >= 0).shape == (4 * EASY.pairs, EASY.vocab_size)
+    wanted, places = training.labelled(labels, EASY)
+    assert model.logits(tokens, places).shape == (4, EASY.pairs, EASY.vocab_size)
+    assert labels.gather(1, places).equal(wanted) and (wanted != IGNORE).all()
+    everywhere = model(tokens) @ model.embedding.weight.T
+    assert torch.allclose(model.logits(tokens, places)[2, 1], everywhere[2, places[2, 1]], atol=1e-6)
+
+
+# -- A step ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_a_plain_training_loop():
+    how = run(weight_decay=0.1, clip=0.5, steps=5, schedule="cosine")
+    trainer, batch = Trainer(how, CPU, graph=True), Batch(EASY, 32, CPU)
+    torch.manual_seed(how.seed)
+    model = Recall(how)
+    matrices, rest = ([p for p in model.parameters() if (p.ndim > 1) is two] for two in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, foreach=False)
+    for step, (x, y) in zip(range(1, 6), stream((EASY,), 32, 7, CPU), strict=False):
+        batch.fill(x, y)
+        trainer.step(batch, how.rate(step))
+        for group in optimizer.param_groups:
+            group["lr"] = how.rate(step)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x)[y != IGNORE] @ model.embedding.weight.T, y[y != IGNORE])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert trainer.loss.item() == pytest.approx(loss.item(), rel=1e-4)
+    for p, want in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, want, atol=2e-3)
+
+
+def test_what_a_graph_would_read_stays_where_it_is():
+    trainer, batch = Trainer(run(), CPU, graph=True), Batch(EASY, 4, CPU)
+    held = (batch.tokens, batch.labels, batch.places, trainer.rate, trainer.loss, *trainer.parameters)
+    before = [x.data_ptr() for x in held]
+    for x, y in (EASY.sample(4, torch.Generator().manual_seed(seed)) for seed in range(3)):
+        batch.fill(x, y)
+        trainer.step(batch, 1e-3)
+        assert batch.tokens.equal(x) and batch.labels.sort().values.equal(y[y != IGNORE].view(4, -1).sort().values)
+    assert [x.data_ptr() for x in held] == before
+
+
+def test_small_updates_of_a_bfloat16_model_are_not_lost():
+    trainer, batch = Trainer(run(dtype="bfloat16"), CPU, graph=True), Batch(EASY, 8, CPU)
+    batch.fill(*EASY.sample(8, torch.Generator().manual_seed(0)))
+    before = [master.clone() for master in trainer.masters]
+    for _ in range(3):
+        trainer.step(batch, 1e-6)
+    matrix, master = trainer.model.blocks[0].up.weight, trainer.masters
+    assert matrix.dtype == torch.bfloat16 and trainer.model.norm.weight.dtype == torch.float32
+    assert all(x.dtype == torch.float32 and not x.equal(y) for x, y in zip(master, before, strict=True))
+    assert all(p.equal(x.to(p.dtype)) for p, x in zip(trainer.parameters, master, strict=True))
+
+
+def test_batches_may_be_given_in_tokens(monkeypatch):
+    seen = set()
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self, b, rate: seen.add(tuple(b.tokens.shape)) or step(self, b, rate))
+    result = last(train(run(tasks=(EASY, LONGER), test=LONGER, tokens_a_step=64), CPU))
+    assert seen == {(4, 16), (2, 32)}
+    assert len(result.curve) == 2
+
+
+def test_a_task_that_is_there_twice_is_drawn_twice_as_often(monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "step", lambda self, batch, rate: seen.append(batch.task) or True)
+    last(train(run(tasks=(EASY, EASY, LONGER), steps=300, test_every=300, batch=1), CPU))
+    assert seen.count(EASY) == pytest.approx(200, abs=30)
+
+
+def test_the_cosine_rises_shortly_and_falls_to_nothing():
+    how = run(steps=1000, schedule="cosine", lr=2.0)
+    assert how.rate(1) < 0.05 and how.rate(101) == pytest.approx(2, rel=0.05) and how.rate(1000) < 1e-4
+    assert how.rate(501) == pytest.approx(1.0)
+    assert {run(lr=2.0).rate(step) for step in (1, 3, 6)} == {2.0}
+
+
+def test_times_are_of_usual_steps_and_not_of_what_lies_between(monkeypatch):
+    now = iter((0, 9, 10, 12, 100, 101, 103)).__next__
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now() / 1e3)
+    clock = Clock(CPU)
+    for usual in (False, False, True, True):  # at 0, 9, 10 and 12
+        clock.mark(usual)
+    assert clock.read() == pytest.approx(1.5)
+    for usual in (False, True, True):  # at 100, 101 and 103
+        clock.mark(usual)
+    assert clock.read() == pytest.approx(1.5)
+    assert clock.ms == pytest.approx([1, 2, 1, 2])
+
+
+# -- What is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_macro_f1_is_the_mean_over_classes_that_occur_as_labels():
+    found = score(torch.tensor([1, 1, 2, 3]), torch.tensor([1, 2, 2, 1]), 5)
+    assert found.accuracy == 0.5
+    assert found.macro_f1 == pytest.approx((1 / 2 + 2 / 3) / 2)  # 3 is guessed but never right, 4 is nowhere
+
+
+def test_a_record_says_all_that_is_needed_to_repeat_it_and_reads_back():
+    result = last(train(run(tasks=(EASY, LONGER), also=(LONGER,), tokens_a_step=128, schedule="cosine"), CPU))
+    line = to_json(result)
+    assert "\n" not in line
+    assert identity(from_json(line).run) == identity(result.run)
+    assert from_json(line) == result
+    again = last(train(from_json(line).run, CPU))
+    assert losses(again) == losses(result) and again.validation == result.validation
+    record = json.loads(line)
+    assert {"commit", "device", "torch", "triton", "python"} <= record["origin"].keys()
+    assert record["accuracy"] == result.accuracy and record["macro_f1"]["last"] == result.curve[-1].macro_f1
+    assert record["id"] == identity(result.run)
+    assert len(record["validation"].split()) == 2 and record["finished"] and record["ms_a_step"] > 0
+
+
+def test_only_the_last_of_the_results_is_finished():
+    assert [bool(result.finished) for result in train(run(), CPU)] == [False, True]
+
+
+def test_runs_are_the_same_only_if_all_of_them_is():
+    assert identity(run()) == identity(run(options=dict(TINY)))
+    others = [
+        run(seed=1),
+        run(lr=2e-2),
+        run(also=(LONGER,)),
+        run(options=TINY | {"delta": False}),
+        run(tasks=(LONGER,)),
+    ]
+    assert len({identity(other) for other in (run(), *others)}) == 6
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_recorded():
+    result = last(train(run(lr=1e38, steps=30), CPU))
+    assert result.curve[-1].step == 3 and result.finished
+    assert result.failed.startswith("the loss was not finite at step ") and int(result.failed.split()[-1]) in (2, 3)
+    back = from_json(to_json(result))
+    assert math.isnan(back.curve[-1].loss) and back.failed == result.failed
+
+
+def test_parameters_are_counted_without_embeddings():
+    result = last(train(run(steps=1), CPU))
+    model = Recall(run())
+    everything = sum(p.numel() for p in model.parameters())
+    assert result.model_parameters == everything - model.embedding.weight.numel()
+    assert result.model_parameters == 2 * result.parameters + 24  # two layers and the last norm
+    assert result.state_floats == 7 * 7 * 8
+
+
+def test_the_score_at_a_length_is_the_best_of_that_test():
+    result = last(train(run(also=(LONGER,)), CPU))
+    assert result.at(16).accuracy == result.accuracy
+    assert result.at(32).accuracy == max(point.also[0].accuracy for point in result.curve)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    (
+        ({"mixer": "lstm"}, "mixer must be one of running_tensor"),
+        ({"schedule": "linear"}, "schedule must be one of constant, cosine, but was 'linear'"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"tasks": ()}, "tasks must hold"),
+        ({"tasks": (Task(16, 2, vocab_size=32),)}, "vocab_size must be 16"),
+        ({"tokens_a_step": 15}, "tokens_a_step must be at least the longest length, 16, but was 15"),
+        ({"steps": 0}, "steps must be at least 1, but was 0"),
+    ),
+)
+def test_a_run_that_cannot_be_is_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        run(**wrong)
+
+
+# -- Tied keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_tied_keys_are_the_layer_of_order_3_with_equal_keys_and_queries():
+    torch.manual_seed(0)
+    tied, free = TiedKeys(16, 2, 6, 8), RunningTensor(16, 2, (6, 6), 8)
+    x = torch.randn(2, 20, 16)
+    free.out_proj.load_state_dict(tied.out_proj.state_dict())
+    queries, keys, *rest = RunningTensor.front(tied, tied.projection.compact(x), 20, None, None)
+    free.front = lambda *_: ((queries[0], queries[0]), (keys[0], keys[0]), *rest)
+    assert torch.allclose(tied(x)[0], free(x)[0], atol=1e-6)
+    assert tied.state_floats == free.state_floats and tied.order == 3
+
+
+# -- On a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_graphs_change_nothing(mixer):
+    how = run(mixer=mixer, options={}, tasks=(EASY, LONGER), d_model=128, steps=24, test_every=12)
+    how = replace(how, lr=1e-3, schedule="cosine")  # a graph that does not follow the learning rate is found out
+    cuda = torch.device("cuda")
+    captured, eager = last(train(how, cuda)), last(train(how, cuda, graph=False))
+    assert captured.graph and not eager.graph and captured.dtype == "bfloat16"
+    assert losses(captured) == pytest.approx(losses(eager), rel=2e-2)
+    assert captured.peak_mib > 0

@@ -1,69 +1,33 @@
 """One run: a small decoder with any mixer, trained on fresh batches of the task, tested on a fixed set."""
 
+import platform
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 
-from runningtensor.layers import RunningTensor
-from runningtensor.layers.baselines import BASELINES
-from runningtensor.mqar.data import IGNORE, Task, stream, validation
+from runningtensor.bench.provenance import provenance
+from runningtensor.layers.baselines import RMSNorm
+from runningtensor.mqar.data import Task, stream, validation
+from runningtensor.mqar.mixers import MIXERS
+from runningtensor.mqar.record import Point, Result, Run, Score
+from runningtensor.ops.interface import triton_refuses
 
+__all__ = ["Point", "Recall", "Result", "Run", "Score", "train"]
 
-@dataclass(frozen=True)
-class Run:
-    """Everything that decides the result."""
-
-    mixer: str  # "running_tensor" or a key of BASELINES
-    options: dict[str, object]  # of the mixer
-    tasks: tuple[Task, ...]  # each training batch is of one of them
-    test: Task
-    d_model: int = 128
-    layers: int = 2
-    mlp: int = 3  # width of the SwiGLU, in d_model
-    embedding_std: float = 0.02
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    batch: int = 128
-    steps: int = 1000
-    test_every: int = 50
-    test_count: int = 512
-    stop_at: float = 1.0  # accuracy
-    seed: int = 0
-
-
-@dataclass
-class Point:
-    step: int
-    loss: float
-    accuracy: float
-    seconds: float
-
-
-@dataclass
-class Result:
-    run: Run
-    parameters: int  # without embeddings, a layer
-    state_floats: int | None  # a layer; None: it grows
-    validation: str = ""
-    curve: list[Point] = field(default_factory=list)
-
-    @property
-    def accuracy(self) -> float:
-        return max((point.accuracy for point in self.curve), default=0.0)
-
-    def steps_to(self, accuracy: float) -> int | None:
-        return next((point.step for point in self.curve if point.accuracy >= accuracy), None)
+WARM_UPS = 3  # steps of a task before its graph is captured: kernels are compiled in the first
 
 
 class Block(nn.Module):
     def __init__(self, mixer: nn.Module, width: int, hidden: int) -> None:
         super().__init__()
-        self.mixer, self.mixer_norm, self.mlp_norm = mixer, nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.mixer, self.mixer_norm, self.mlp_norm = mixer, RMSNorm(width, eps=1e-5), RMSNorm(width, eps=1e-5)
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
@@ -78,13 +42,13 @@ class Recall(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        make: Callable[..., nn.Module] = RunningTensor if run.mixer == "running_tensor" else BASELINES[run.mixer]
+        make = MIXERS[run.mixer]
         self.embedding = nn.Embedding(run.test.vocab_size, run.d_model)
         nn.init.normal_(self.embedding.weight, std=run.embedding_std)
         self.blocks = nn.ModuleList(
             Block(make(run.d_model, **run.options), run.d_model, run.mlp * run.d_model) for _ in range(run.layers)
         )
-        self.norm = nn.RMSNorm(run.d_model, eps=1e-5)
+        self.norm = RMSNorm(run.d_model, eps=1e-5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states, to be multiplied by the embeddings where there is something to predict."""
@@ -94,48 +58,211 @@ class Recall(nn.Module):
         return self.norm(x)
 
     def logits(self, tokens: Tensor, places: Tensor) -> Tensor:
-        return self(tokens)[places] @ self.embedding.weight.T
+        """[B,P,vocabulary], at the places [B,P] of tokens [B,T]."""
+        x = self(tokens)
+        return x.gather(1, places[..., None].expand(-1, -1, x.shape[2])) @ self.embedding.weight.T
+
+
+def size(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def lower(model: nn.Module, dtype: torch.dtype) -> None:
+    """Matrices in this dtype. Norms, rates and gates are few, and are precise where rounding them would be felt."""
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p.ndim >= 2 or isinstance(module, nn.Linear):  # whose bias goes with its matrix
+                p.data = p.data.to(dtype)
+
+
+# -- A step ------------------------------------------------------------------------------------------------------------
+
+
+def labelled(labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """The labels of each sequence and their places, [B,pairs]: as many in each, so that every shape is known."""
+    return labels.topk(task.pairs, 1)  # all others are negative
+
+
+class Batch:
+    """What steps of one task read, always in the same memory: a CUDA graph knows no other."""
+
+    def __init__(self, task: Task, sequences: int, device: torch.device) -> None:
+        self.task, self.steps = task, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.tokens = torch.zeros(sequences, task.length, dtype=torch.long, device=device)
+        self.labels, self.places = (
+            torch.zeros(sequences, task.pairs, dtype=torch.long, device=device) for _ in range(2)
+        )
+
+    def fill(self, inputs: Tensor, labels: Tensor) -> None:
+        self.tokens.copy_(inputs)
+        torch.topk(labels, self.task.pairs, 1, out=(self.labels, self.places))
+
+
+class Trainer:
+    """A model, the float32 copies of its parameters that the optimizer updates, and steps that never wait for a GPU."""
+
+    def __init__(self, run: Run, device: torch.device, graph: bool) -> None:
+        torch.manual_seed(run.seed)
+        self.run, self.device = run, device
+        self.model = Recall(run).to(device)  # drawn on the CPU: the same everywhere
+        self.masters = [p.detach().clone() for p in self.model.parameters()]
+        self.grads = [torch.zeros_like(master) for master in self.masters]
+        for master, grad in zip(self.masters, self.grads, strict=True):
+            master.grad = grad
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
+            run.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
+        lower(self.model, self.dtype)
+        self.parameters: list[Tensor] = list(self.model.parameters())
+
+        self.rate = torch.zeros((), device=device)  # in memory, where a graph reads it
+        # Gates, taps and norms are not pulled to zero.
+        groups = [[p for p in self.masters if (p.ndim >= 2) is matrices] for matrices in (True, False)]
+        decays = (run.weight_decay, 0.0)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
+            lr=self.rate,
+            fused=True,
+            capturable=device.type == "cuda",
+        )
+        self.loss = torch.zeros((), device=device)
+        self.healthy = torch.ones((), dtype=torch.bool, device=device)  # all losses so far were finite
+        self.healthy_steps = torch.zeros((), dtype=torch.long, device=device)
+
+        # Only the kernels keep to what a graph can hold; their stand-ins in torch read numbers from the GPU.
+        self.graph = graph and device.type == "cuda" and triton_refuses(device, self.dtype) is None
+        if self.graph:
+            self.pool, self.aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            self.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def step(self, batch: Batch, rate: float) -> bool:
+        """One step. False: it was one of the first of its task, which take longer."""
+        self.rate.fill_(rate)
+        batch.steps += 1
+        if not self.graph:
+            self.update(batch)
+        elif batch.steps <= WARM_UPS:
+            self.aside.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.aside):
+                self.update(batch)
+            torch.cuda.current_stream(self.device).wait_stream(self.aside)
+        else:
+            if batch.graph is None:
+                batch.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(batch.graph, pool=self.pool, stream=self.aside):
+                    self.update(batch)  # is written down, not done
+            batch.graph.replay()
+        return batch.steps > WARM_UPS + 1
+
+    def update(self, batch: Batch) -> None:
+        """Nothing here reads a number from the GPU, or depends on one."""
+        logits = self.model.logits(batch.tokens, batch.places)
+        loss = cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
+        grads = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
+        with torch.no_grad():
+            torch._foreach_copy_(self.grads, grads)  # in few kernels, where one for each parameter would be felt
+            nn.utils.clip_grad_norm_(self.masters, self.run.clip)
+            self.optimizer.step()
+            torch._foreach_copy_(self.parameters, self.masters)
+            self.loss.copy_(loss)
+            self.healthy.logical_and_(loss.isfinite())
+            self.healthy_steps.add_(self.healthy)
+
+
+class Clock:
+    """Times of single steps; a GPU's are read when it has been waited for anyway."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[Any, bool]] = []
+        self.ms: list[float] = []
+        self.first_ms: list[float] = []
+
+    def mark(self, usual: bool = False) -> None:
+        if self.cuda:
+            now: Any = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = 1e3 * time.perf_counter()
+        self.marks.append((now, usual))
+
+    def read(self) -> float:
+        """The median of all usual steps so far. Times until the next mark are no step's."""
+        for (begin, _), (end, usual) in zip(self.marks, self.marks[1:], strict=False):
+            ms = begin.elapsed_time(end) if self.cuda else end - begin
+            (self.ms if usual else self.first_ms).append(ms)
+        self.marks.clear()
+        return median(self.ms or self.first_ms)
+
+
+# -- A run -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test(model: Recall, inputs: Tensor, labels: Tensor, batch: int) -> float:
-    """Accuracy, which is micro-F1 here: one prediction for each label."""
-    right = total = 0
+def test(model: Recall, task: Task, inputs: Tensor, labels: Tensor, batch: int) -> Score:
+    guesses, truths = [], []
     for x, y in zip(inputs.split(batch), labels.split(batch), strict=True):
-        places = y != IGNORE
-        right += int((model.logits(x, places).argmax(-1) == y[places]).sum())
-        total += int(places.sum())
-    return right / total
+        wanted, places = labelled(y, task)
+        guesses.append(model.logits(x, places).argmax(-1).flatten())
+        truths.append(wanted.flatten())
+    return score(torch.cat(guesses).cpu(), torch.cat(truths).cpu(), task.vocab_size)
 
 
-def train(run: Run, device: torch.device | None = None) -> Iterator[Result]:
-    """Yields the result, growing: after each test one point more."""
+def score(guesses: Tensor, truths: Tensor, classes: int) -> Score:
+    right = guesses == truths
+    hits, guessed, occurring = (torch.bincount(x, minlength=classes) for x in (truths[right], guesses, truths))
+    f1 = 2 * hits / (guessed + occurring)  # of a class: 2TP / (2TP + FP + FN)
+    return Score(right.double().mean().item(), f1[occurring > 0].double().mean().item())
+
+
+def train(run: Run, device: torch.device | None = None, graph: bool = True) -> Iterator[Result]:
+    """Yields the result, growing: after each test one point more. On CUDA, steps are graphs unless told otherwise."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(run.seed)
-    model = Recall(run).to(device)
+    trainer = Trainer(run, device, graph)
+    model, clock = trainer.model, Clock(device)
     result = Result(
         run,
-        sum(p.numel() for p in model.blocks[0].parameters()),
+        size(model.blocks[0]),
         getattr(model.blocks[0].mixer, "state_floats", None),
+        model_parameters=size(model.blocks, model.norm),
+        dtype=str(trainer.dtype).removeprefix("torch."),
+        graph=trainer.graph,
+        origin=asdict(provenance(device)) | {"python": platform.python_version()},
     )
-    inputs, labels, result.validation = validation(run.test, run.test_count)
-    inputs, labels = inputs.to(device), labels.to(device)
-    # Gates, taps and norms are not pulled to zero.
-    groups = [[p for p in model.parameters() if (p.ndim >= 2) is matrices] for matrices in (True, False)]
-    optimizer = torch.optim.AdamW(
-        [{"params": groups[0], "weight_decay": run.weight_decay}, {"params": groups[1], "weight_decay": 0.0}], lr=run.lr
-    )
+    sets = [validation(task, run.test_count) for task in run.tests]
+    result.validation = " ".join(digest for *_, digest in sets)
+    tests = [(task, x.to(device), y.to(device)) for task, (x, y, _) in zip(run.tests, sets, strict=True)]
+
+    batches = {task: Batch(task, run.sequences(task), device) for task in run.tasks}
+    streams = {
+        task: stream((task,), run.sequences(task), 1000 * run.seed + i, device) for i, task in enumerate(batches)
+    }
+    choice = torch.Generator().manual_seed(run.seed)  # on the host: which shape comes next must not wait for the device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    for step, (x, y) in enumerate(stream(run.tasks, run.batch, run.seed, device), start=1):
-        places = y != IGNORE
-        loss = cross_entropy(model.logits(x, places), y[places])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        if step % run.test_every == 0 or step == run.steps:
-            accuracy = test(model, inputs, labels, run.batch)
-            result.curve.append(Point(step, loss.item(), accuracy, time.perf_counter() - started))
-            yield result
-            if step >= run.steps or accuracy >= run.stop_at:
-                return
+    clock.mark()
+    for step in range(1, run.steps + 1):
+        task = run.tasks[int(torch.randint(len(run.tasks), (), generator=choice))]
+        batches[task].fill(*next(streams[task]))
+        clock.mark(trainer.step(batches[task], run.rate(step)))
+        if step % run.test_every and step < run.steps:
+            continue
+        healthy, loss = bool(trainer.healthy), trainer.loss.item()
+        result.ms_a_step = clock.read()
+        found = [test(model, task, x, y, run.tested_at_once(task)) for task, x, y in tests]
+        first, *also = found
+        seconds = time.perf_counter() - started
+        result.curve.append(Point(step, loss, first.accuracy, seconds, first.macro_f1, also))
+        if device.type == "cuda":
+            result.peak_mib = torch.cuda.max_memory_allocated(device) / 2**20
+        if not healthy:
+            result.failed = f"the loss was not finite at step {int(trainer.healthy_steps) + 1}"
+        done = step == run.steps or not healthy or min(score.accuracy for score in found) >= run.stop_at
+        if done:
+            result.finished = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        yield result
+        if done:
+            return
+        clock.mark()

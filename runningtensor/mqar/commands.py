@@ -1,0 +1,158 @@
+"""`runningtensor mqar`: one run, a grid of runs, and the tables they fill."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(help="Recall of key-value pairs: one run, the paper's grids, its tables.", no_args_is_help=True)
+console = Console()
+
+
+class Grid(StrEnum):
+    table1 = "table1"
+    table2 = "table2"
+    capacity = "capacity"
+    calibration = "calibration"
+
+
+OUT = Annotated[Path, typer.Option(help="Where results and figures are.")]
+DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+
+
+@app.command()
+def train(
+    mixer: Annotated[str, typer.Option(help="running_tensor, gated_deltanet, attention, …")] = "running_tensor",
+    options: Annotated[str, typer.Option(help="Of the mixer, as JSON.")] = "{}",
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence, in the test.")] = 256,
+    pairs: Annotated[int, typer.Option(help="Key-value pairs, in the test.")] = 16,
+    train_on: Annotated[
+        str, typer.Option(help="Tokens/pairs to train on, such as 64/4,128/8; each batch is of one. Empty: the test's.")
+    ] = "",
+    vocab_size: Annotated[int, typer.Option(help="Keys and values.")] = 8192,
+    random_filler: Annotated[bool, typer.Option(help="Random tokens between, else zeros.")] = True,
+    steps: Annotated[int, typer.Option(help="Of training.")] = 1000,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 128,
+    tokens_a_step: Annotated[int | None, typer.Option(help="Instead of --batch.")] = None,
+    schedule: Annotated[str, typer.Option(help="Of the learning rate: constant or cosine.")] = "constant",
+    d_model: Annotated[int, typer.Option(help="Width.")] = 128,
+    layers: Annotated[int, typer.Option(help="Depth.")] = 2,
+    embedding_std: Annotated[float, typer.Option(help="Of the embeddings at first.")] = 0.02,
+    weight_decay: Annotated[float, typer.Option(help="Of the matrices.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32 or bfloat16.")] = "auto",
+    test_every: Annotated[int, typer.Option(help="Steps.")] = 50,
+    test_count: Annotated[int, typer.Option(help="Sequences of the test.")] = 512,
+    stop_at: Annotated[float, typer.Option(help="Accuracy.")] = 1.0,
+    device: DEVICE = None,
+    graph: Annotated[bool, typer.Option(help="On CUDA: a step as one CUDA graph.")] = True,
+    out: Annotated[Path | None, typer.Option(help="A file, which gets one line more.")] = None,
+) -> None:
+    """One run; its record, with all that is needed to repeat it, is one line of JSON."""
+    import torch
+
+    from runningtensor.mqar import train as training
+    from runningtensor.mqar.data import Task
+    from runningtensor.mqar.record import Run, to_json
+    from runningtensor.mqar.sweep import Store
+
+    def task(shape: str) -> Task:
+        tokens, _, pairs = shape.partition("/")
+        if not (tokens.isdecimal() and pairs.isdecimal()):
+            raise ValueError(f"train_on must be tokens/pairs,tokens/pairs,…, but had {shape!r}")
+        return Task(int(tokens), int(pairs), vocab_size, random_filler=random_filler)
+
+    try:
+        test = task(f"{length}/{pairs}")
+        run = Run(
+            mixer,
+            {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(options).items()},
+            tuple(map(task, train_on.split(","))) if train_on else (test,),
+            test,
+            lr=lr,
+            seed=seed,
+            steps=steps,
+            batch=batch,
+            tokens_a_step=tokens_a_step,
+            schedule=schedule,
+            d_model=d_model,
+            layers=layers,
+            embedding_std=embedding_std,
+            weight_decay=weight_decay,
+            dtype=dtype,
+            test_every=test_every,
+            test_count=test_count,
+            stop_at=stop_at,
+        )
+        if out:
+            Store(out).close()  # before the run: what cannot take its record is better known now
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    on = torch.device(device) if device else None
+    for result in training.train(run, on, graph):
+        point = result.curve[-1]
+        console.print(
+            f"step {point.step:>6,} of {steps:,}  loss {point.loss:6.3f}  accuracy {100 * point.accuracy:6.2f}  "
+            f"macro-F1 {100 * point.macro_f1:6.2f}  {result.ms_a_step:.1f} ms/step  {point.seconds:.0f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if out:
+        store = Store(out)
+        store.add(result)
+        store.close()
+        console.print(f"Appended to {out}")
+    else:
+        print(to_json(result))
+    raise typer.Exit(bool(result.failed))
+
+
+@app.command()
+def sweep(
+    grid: Annotated[Grid, typer.Argument(help="What to run.")],
+    minutes: Annotated[float | None, typer.Option(help="After these, runs under way are stopped.")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
+    length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
+    only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
+    out: OUT = Path("results/mqar"),
+    ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
+    device: DEVICE = None,
+    all_runs: Annotated[bool, typer.Option(help="Go on with a cell that has a run of 99.95%.")] = False,
+    retry: Annotated[bool, typer.Option(help="Run again what failed.")] = False,
+) -> None:
+    """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""
+    from runningtensor.mqar import sweep as runner
+
+    try:
+        runner.sweep(
+            grid.value,
+            minutes,
+            jobs,
+            out,
+            lengths=length or (),
+            only=only,
+            ray=ray,
+            device=device,
+            all_runs=all_runs,
+            retry=retry,
+            console=console,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def report(
+    grid: Annotated[Grid, typer.Argument(help="Which table.")],
+    out: OUT = Path("results/mqar"),
+    markdown: Annotated[bool, typer.Option(help="The table as Markdown.")] = False,
+) -> None:
+    """The paper's table beside ours, and its figure."""
+    from runningtensor.mqar import report as reporting
+
+    wide = Console(width=None if console.is_terminal else 200)  # a pipe has no width, and the tables need one
+    reporting.report(grid.value, out, wide, markdown)

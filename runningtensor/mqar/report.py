@@ -1,0 +1,219 @@
+"""The tables: what the paper says beside what was found, and their figures. What was not run is shown as not run."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+from rich.box import MARKDOWN, SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
+from runningtensor.mqar.record import Result, identity
+from runningtensor.mqar.sweep import read
+
+
+class Published(NamedTuple):
+    f1: tuple[float, float, float]  # in percent, at 1024, 2048 and 4096 tokens
+    parameters: str = ""  # a layer
+    ms_a_step: float | None = None  # of a GPU that is not named
+
+
+TABLE1 = {  # as the next from the paper
+    "Attention": Published((100.0, 99.9, 100.0), "934k", 333.5),
+    "Gated DeltaNet": Published((78.3, 57.2, 48.1), "249k", 261.0),
+    "Mamba-2": Published((0.6, 0.1, 0.0), "284k", 252.5),
+    "GLA": Published((0.1, 1.9, 0.0), "216k", 267.2),
+    "DeltaNet": Published((98.5, 94.5, 100.0), "249k", 355.7),
+    "RunningTensor": Published((100.0, 100.0, 100.0), "176k", 311.9),
+}
+TABLE2 = {
+    "tensor + ConcOnlyC + ξ + Δ + g_out@t": Published((100.0, 100.0, 100.0), "176k", 311.9),
+    "tensor + ConcOnlyC + Δ + g_out@t": Published((99.9, 100.0, 100.0), "176k", 322.0),
+    "tensor + ConcOnlyC + ξ + g_out@t": Published((98.9, 99.0, 97.9), "176k", 257.2),
+    "tensor + ConcOnlyC + Δ": Published((99.7, 100.0, 100.0), "175k", 313.7),
+    "tensor + ConcOnlyC": Published((99.4, 96.2, 99.8), "175k", 284.7),
+    "tensor + ConcOnly": Published((81.5, 75.0, 81.3), "175k", 275.4),
+    "tensor + OneLinear": Published((97.2, 98.2, 54.2), "275k", 254.2),
+    "matrix + ConcOnlyC": Published((41.4, 22.7, 27.7), "175k", 281.0),
+    "matrix + ConcOnly": Published((44.3, 4.9, 13.0), "175k", 268.6),
+    "matrix + OneLinear": Published((51.4, 10.0, 19.0), "249k", 260.6),
+}
+CAPACITY = {  # not the paper's: others', at 131,072 floats of state
+    "Gated DeltaNet, 131k state": Published((96.9, 47.6, 7.3)),
+    "Flash-VQG, 131k state": Published((95.3, 70.4, 32.6)),
+}
+PUBLISHED = {"table1": TABLE1, "table2": TABLE2, "capacity": CAPACITY, "calibration": TABLE1}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A cell and what is known of it; None: nothing. Accuracies are in percent."""
+
+    row: str
+    length: int
+    published: float | None = None
+    best: float | None = None  # micro-F1, over learning rates and seeds
+    macro_f1: float | None = None  # of the same test as the best
+    lr: float | None = None  # of the best
+    mean: float | None = None  # over seeds, at that learning rate
+    std: float | None = None
+    seeds: int = 0
+    ms_a_step: float | None = None
+    parameters: int | None = None  # a layer
+    state_floats: int | None = None
+    runs: int = 0
+    failed: int = 0
+    planned: int = 0
+
+
+def published(name: str, row: str, length: int) -> float | None:
+    known = said(name, row)
+    return known.f1[LENGTHS.index(length)] if known and length in LENGTHS else None
+
+
+def said(name: str, row: str) -> Published | None:
+    return PUBLISHED[name].get(row.partition(" · ")[0])  # what follows the dot is a variant of the protocol
+
+
+def summarize(name: str, cells: Sequence[Cell], results: Sequence[Result]) -> list[Summary]:
+    found = {identity(result.run): result for result in results}
+    return [summary(name, cell, [found[key] for run in cell.runs if (key := identity(run)) in found]) for cell in cells]
+
+
+def summary(name: str, cell: Cell, results: Sequence[Result]) -> Summary:
+    paper = published(name, cell.row, cell.length)
+    scored = [(result, score) for result in results if (score := result.at(cell.length)) is not None]
+    counts = {"runs": len(results), "failed": sum(bool(result.failed) for result in results), "planned": len(cell.runs)}
+    if not scored:
+        return Summary(cell.row, cell.length, paper, **counts)
+    best, score = max(scored, key=lambda both: both[1].accuracy)
+    same = [100 * score.accuracy for result, score in scored if result.run.lr == best.run.lr]
+    times = [result.ms_a_step for result, _ in scored if result.ms_a_step is not None]
+    return Summary(
+        cell.row,
+        cell.length,
+        paper,
+        100 * score.accuracy,
+        100 * score.macro_f1,
+        best.run.lr,
+        mean(same),
+        stdev(same) if len(same) > 1 else None,
+        len(same),
+        median(times) if times else None,
+        best.parameters,
+        best.state_floats,
+        **counts,
+    )
+
+
+def report(
+    name: str, out: Path = Path("results/mqar"), console: Console | None = None, markdown: bool = False
+) -> list[Summary]:
+    """Prints a table and draws it to `out`/name.png."""
+    if name not in GRIDS:
+        raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
+    console = console or Console()
+    cells, path = GRIDS[name](), out / f"{name}.jsonl"
+    results = read(path)
+    summaries = summarize(name, cells, results)
+    show(name, summaries, console, markdown)
+    known = {identity(run) for cell in cells for run in cell.runs}
+    used = [result for result in results if identity(result.run) in known]
+    console.print(origin(used), highlight=False)
+    if len(used) < len(results):
+        console.print(f"{len(results) - len(used)} results of {path} are of another protocol and are left out.")
+    if used:
+        console.print(f"Wrote {draw(name, summaries, out / f'{name}.png', origin(used))}")
+    return summaries
+
+
+def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bool) -> None:
+    source = "published" if name == "capacity" else "paper"
+    columns = ("T", source, "best", "mean ± std", "macro-F1", "lr", "ms/step", "runs")
+    table = Table("", "parameters", "state", *columns, box=MARKDOWN if markdown else SIMPLE, pad_edge=markdown)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    by_row: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        by_row.setdefault(summary.row, []).append(summary)
+    for row, lines in by_row.items():
+        for i, line in enumerate(lines):
+            head = (row, *sizes(lines)) if i == 0 else (words(said(name, row)) if i == 1 else "", "", "")
+            table.add_row(*head, *cells_of(line), end_section=i == len(lines) - 1 and not markdown)
+    alone = [
+        row for row in PUBLISHED[name] if name == "capacity" and row not in by_row
+    ]  # with nothing of ours beside it
+    for row in alone:
+        for i, (length, value) in enumerate(zip(LENGTHS, PUBLISHED[name][row].f1, strict=True)):
+            table.add_row(row if i == 0 else "", "", "", number(length), f"{value:.1f}", *[""] * 6)
+    console.print(table)
+    console.print(
+        "best: micro-F1 in percent over learning rates and seeds, a cell ends at 99.95; "
+        "mean ± std: over seeds, at the learning rate of the best."
+    )
+
+
+def cells_of(s: Summary) -> list[str]:
+    paper = "" if s.published is None else f"{s.published:.1f}"
+    runs = f"{s.runs} of {s.planned}" + (f", {s.failed} failed" if s.failed else "")
+    if s.best is None or s.macro_f1 is None:
+        return [number(s.length), paper, "missing", "", "", "", "", runs]
+    spread = f"{s.mean:.2f}" + (f" ± {s.std:.2f}" if s.std is not None else "") + f" ({s.seeds})"
+    time = "" if s.ms_a_step is None else f"{s.ms_a_step:.1f}"
+    return [number(s.length), paper, f"{s.best:.2f}", spread, f"{s.macro_f1:.2f}", f"{s.lr:g}", time, runs]
+
+
+def number(n: int | None) -> str:
+    return "" if n is None else f"{n:,}"
+
+
+def words(known: Published | None) -> str:
+    return f"  paper: {known.parameters}, {known.ms_a_step} ms" if known and known.ms_a_step else ""
+
+
+def sizes(lines: Sequence[Summary]) -> tuple[str, str]:
+    """Parameters and state of a row, as its runs had them."""
+    known = [s for s in lines if s.parameters is not None]
+    if not known:
+        return "", ""
+    return number(known[0].parameters), "grows" if known[0].state_floats is None else number(known[0].state_floats)
+
+
+def origin(results: Sequence[Result]) -> str:
+    """Where the numbers come from, the most frequent first."""
+
+    def all_of(name: str) -> str:
+        counts = Counter(str(result.origin[name]) for result in results if name in result.origin)
+        return ", ".join(value for value, _ in counts.most_common())
+
+    if not results:
+        return "Nothing has been run."
+    return f"{len(results)} runs on {all_of('device')}, torch {all_of('torch')}, commit {all_of('commit')}"
+
+
+def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) -> Path:
+    from runningtensor.plots import plot_capacity, plot_recall
+
+    if name != "capacity":
+        lines = [(s.row, s.length, s.published, s.best) for s in summaries]
+        plot_recall(lines, figure, "Recall (micro-F1, %): bars are ours, diamonds the paper's", caption)
+        return figure
+    points = [
+        (series(s.row), s.length, s.state_floats, s.best) for s in summaries if s.best is not None and s.state_floats
+    ]
+    others = [
+        (f"{row.partition(',')[0]}, published", length, 131_072, value)
+        for row, known in CAPACITY.items()
+        for length, value in zip(LENGTHS, known.f1, strict=True)
+    ]
+    plot_capacity([*points, *others], figure, caption)
+    return figure
+
+
+def series(row: str) -> str:
+    """The curve a row is a point of."""
+    return "order 3" if row == "RunningTensor" else row.partition(", keys of")[0]

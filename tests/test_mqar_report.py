@@ -1,0 +1,194 @@
+"""A report says what was run, beside what was published, and nothing else."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from runningtensor.cli import app
+from runningtensor.mqar.data import Task
+from runningtensor.mqar.grids import Cell, capacity, table1
+from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
+from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
+from runningtensor.mqar.sweep import failure
+
+ORIGIN = {"device": "NVIDIA H200", "torch": "2.13.0", "commit": "abc1234"}
+
+
+def result(run, *accuracies, macro=0.5, ms=4.0, parameters=100, state_floats=200):
+    first, *also = accuracies
+    scores = [Score(accuracy, macro) for accuracy in also]
+    curve = [Point(1, 3.0, 0.0, 1.0, 0.0, [Score(0.0, 0.0) for _ in also]), Point(2, 1.0, first, 2.0, macro, scores)]
+    return Result(run, parameters, state_floats, curve=curve, ms_a_step=ms, origin=ORIGIN)
+
+
+def cell(row, length=1024):
+    return next(cell for cell in table1() if (cell.row, cell.length) == (row, length))
+
+
+def chosen(cell, lr, seed):
+    return next(run for run in cell.runs if (run.lr, run.seed) == (lr, seed))
+
+
+def printed(name, results, out, **options):
+    (out / f"{name}.jsonl").write_text("".join(to_json(result) + "\n" for result in results))
+    text = StringIO()
+    summaries = report(name, out, Console(file=text, width=200), **options)
+    return text.getvalue(), summaries
+
+
+def test_the_numbers_of_a_cell():
+    gated = cell("Gated DeltaNet")
+    results = [
+        result(chosen(gated, 1e-3, 0), 0.70, macro=0.60, ms=4.0),
+        result(chosen(gated, 1e-3, 1), 0.80, macro=0.75, ms=6.0),
+        result(chosen(gated, 1e-2, 0), 0.10, ms=5.0),
+        failure(chosen(gated, 1e-2, 1), "killed"),
+    ]
+    (found,) = summarize("table1", [gated], results)
+    assert found == Summary(
+        "Gated DeltaNet",
+        1024,
+        published=78.3,
+        best=pytest.approx(80),
+        macro_f1=pytest.approx(75),
+        lr=1e-3,
+        mean=pytest.approx(75),
+        std=pytest.approx(50**0.5),
+        seeds=2,
+        ms_a_step=5.0,
+        parameters=100,
+        state_floats=200,
+        runs=4,
+        failed=1,
+        planned=9,
+    )
+
+
+def test_one_seed_has_no_spread():
+    (found,) = summarize("table1", [cell("GLA")], [result(chosen(cell("GLA"), 1e-2, 0), 0.5)])
+    assert found.mean == 50 and found.std is None
+
+
+def test_what_was_not_run_or_only_failed_is_missing():
+    gla, mamba = cell("GLA"), cell("Mamba-2")
+    for found in summarize("table1", [gla, mamba], [failure(mamba.runs[0], "killed")]):
+        assert found.best is found.mean is found.macro_f1 is found.parameters is found.ms_a_step is None
+
+
+def test_a_run_counts_in_the_cell_it_is_of_and_at_the_length_it_was_tested_at():
+    runs = capacity()[0].runs
+    cells = [cell for cell in capacity() if cell.row == "RunningTensor"]
+    found = summarize("capacity", cells, [result(runs[0], 0.9, 0.5, 0.1)])
+    assert [(s.length, s.best) for s in found] == [(1024, 90.0), (2048, 50.0), (4096, 10.0)]
+
+
+def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
+    tensor = cell("RunningTensor")
+    text, _ = printed("table1", [result(tensor.runs[0], 0.98765, parameters=175_475, state_floats=120_000)], tmp_path)
+    line = next(line for line in text.splitlines() if line.strip().startswith("RunningTensor "))
+    for word in ("175,475", "120,000", "1,024", "100.0", "98.77", "50.00", "0.01", "4.0", "1 of 9"):
+        assert word in line
+    assert text.count("missing") == len(table1()) - 1
+    assert "1 runs on NVIDIA H200, torch 2.13.0, commit abc1234" in text
+    assert "paper: 934k, 333.5 ms" in text
+
+
+def test_results_of_another_protocol_are_left_out_and_this_is_said(tmp_path):
+    other = replace(cell("GLA").runs[0], steps=7)
+    text, summaries = printed("table1", [result(other, 0.9)], tmp_path)
+    assert all(s.best is None for s in summaries)
+    assert "1 results of" in text and "another protocol" in text
+
+
+def test_the_published_numbers_are_shown_where_nothing_of_ours_stands_beside_them(tmp_path):
+    text, _ = printed("capacity", [], tmp_path)
+    assert "Flash-VQG" in text and "32.6" in text
+
+
+def test_markdown_is_markdown(tmp_path):
+    text, _ = printed("table2", [], tmp_path, markdown=True)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 30 and len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize("name", ("table1", "capacity", "calibration"))
+def test_figures_are_drawn_with_cells_missing(name, tmp_path):
+    from runningtensor.mqar.grids import GRIDS
+
+    runs = [cell.runs[0] for cell in GRIDS[name]()[:4]]
+    printed(name, [result(run, *[0.5] * len(run.tests)) for run in runs], tmp_path)
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_published_rows_are_rows_of_the_grids():
+    from runningtensor.mqar.grids import GRIDS
+
+    for name in ("table1", "table2"):
+        assert PUBLISHED[name].keys() <= {cell.row for cell in GRIDS[name]()}
+
+
+# -- The commands ------------------------------------------------------------------------------------------------------
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["mqar", *map(str, words)])
+
+
+SHAPE = ("--length", 16, "--pairs", 2, "--vocab-size", 16, "--d-model", 8, "--layers", 1, "--batch", 2)
+SMALL = ("--mixer", "deltanet", *SHAPE, "--device", "cpu")
+
+
+def test_train_appends_its_record_to_a_file(tmp_path):
+    for seed in (3, 4):
+        options = ("--steps", 2, "--test-every", 1, "--test-count", 4, "--lr", 0.01, "--seed", seed)
+        done = command("train", *SMALL, *options, "--train-on", "16/2,32/4", "--out", tmp_path / "runs.jsonl")
+        assert done.exit_code == 0 and "step" in done.output
+    first, second = map(from_json, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert (first.run.seed, second.run.seed) == (3, 4)
+    assert first.run.tasks == (Task(16, 2, 16), Task(32, 4, 16))
+    assert first.run == Run(
+        "deltanet",
+        {},
+        first.run.tasks,
+        Task(16, 2, 16),
+        8,
+        1,
+        lr=0.01,
+        batch=2,
+        steps=2,
+        test_every=1,
+        test_count=4,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    (
+        (("train", *SMALL, "--train-on", "16x2"), "train_on must be"),
+        (("train", "--mixer", "lstm"), "mixer must be one of"),
+        (("sweep", "table1", "--jobs", "0"), "jobs must be at least 1"),
+        (("sweep", "table9"), "table9"),
+    ),
+)
+def test_wrong_words_are_refused(words, says, tmp_path):
+    done = command(*words)
+    assert done.exit_code == 2 and says in done.output
+
+
+def test_report_is_a_command(tmp_path):
+    done = command("report", "table1", "--out", tmp_path)
+    assert done.exit_code == 0 and "Nothing has been run." in done.output
+
+
+def test_every_curve_of_the_capacity_figure_has_a_style():
+    from runningtensor.plots import SERIES
+
+    assert {series(each.row) for each in capacity()} < SERIES.keys()
+
+
+def test_cells_know_their_own_length():
+    assert all(isinstance(each, Cell) and each.runs[0].test.length == each.length for each in table1())

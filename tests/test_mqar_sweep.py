@@ -1,0 +1,373 @@
+"""A sweep runs each run once, however often it is killed, and its grids are the paper's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from runningtensor.mqar import sweep as sweeping
+from runningtensor.mqar.data import Task
+from runningtensor.mqar.grids import CALIBRATED_ON, CAPACITY, GRIDS, PROTOCOL, TABLE1, TABLE2, Cell, capacity, table1
+from runningtensor.mqar.mixers import MIXERS
+from runningtensor.mqar.record import Point, Result, Run, Score, identity, to_json
+from runningtensor.mqar.sweep import Store, Worker, ordered, read, run_cells, sweep
+from runningtensor.mqar.train import train
+
+EASY = Task(16, 2, vocab_size=16)
+TINY = {"num_heads": 1, "key_dims": (4, 4), "value_dim": 4}
+
+
+def run(seed=0, **changes):
+    given = {"mixer": "running_tensor", "options": TINY, "tasks": (EASY,), "test": EASY, "d_model": 8, "layers": 1}
+    return Run(**(given | {"batch": 2, "steps": 2, "test_every": 1, "test_count": 4, "seed": seed} | changes))
+
+
+def result(run, *accuracies):
+    first, *also = accuracies
+    point = Point(1, 1.0, first, 1.0, first / 2, [Score(accuracy, accuracy / 2) for accuracy in also])
+    return Result(run, 10, 20, curve=[point], ms_a_step=5.0, finished="2026-01-01T00:00:00Z")
+
+
+class Pretended:
+    """Runs that take no time: `accuracies` says what each seed finds; a seed that is not there never ends."""
+
+    def __init__(self, accuracies):
+        self.accuracies, self.started, self.killed = accuracies, [], []
+
+    def __call__(self, run):
+        self.started.append(run.seed)
+        return Job(self, run)
+
+
+class Job:
+    def __init__(self, all, run):
+        self.all, self.run = all, run
+
+    def poll(self):
+        found = self.all.accuracies.get(self.run.seed)
+        return found if found is None or isinstance(found, Result) else result(self.run, found)
+
+    def progress(self):
+        return 0, 0.0
+
+    def kill(self):
+        self.all.killed.append(self.run.seed)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(sweeping, "PAUSE", 0.001)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "grid.jsonl"
+
+
+def run_all(cells, path, start, minutes=1.0, **options):
+    return run_cells(cells, path, start, console=Console(file=StringIO()), minutes=minutes, **options)
+
+
+def cells(*seeds):
+    return [Cell(f"row {i}", 16, tuple(map(run, row))) for i, row in enumerate(seeds)]
+
+
+# -- What is run -------------------------------------------------------------------------------------------------------
+
+
+def test_resuming_runs_nothing_twice(path):
+    first, second = Pretended({0: 0.1, 1: 0.2}), Pretended({2: 0.3})
+    assert run_all(cells((0, 1)), path, first) == 0
+    assert run_all(cells((0, 1, 2)), path, second) == 0
+    assert first.started == [0, 1] and second.started == [2]
+    assert [found.run.seed for found in read(path)] == [0, 1, 2]
+
+
+def test_runs_that_are_the_same_are_run_once(path):
+    start = Pretended({0: 0.1, 1: 0.2})
+    run_all(cells((0, 1), (0,)), path, start)
+    assert sorted(start.started) == [0, 1]
+
+
+def test_a_cell_stops_when_a_run_of_it_is_good_enough(path):
+    start = Pretended({0: 0.1, 1: 0.9995, 2: 0.5, 3: 0.99949, 4: 0.2})
+    assert run_all(cells((0, 1, 2), (3, 4)), path, start) == 0
+    assert sorted(start.started) == [0, 1, 3, 4]
+    start.started.clear()
+    assert run_all(cells((0, 1, 2), (3, 4)), path, start, all_runs=True) == 0
+    assert start.started == [2]
+
+
+def test_runs_under_way_are_stopped_when_another_makes_them_needless(path):
+    start = Pretended({1: 1.0})
+    assert run_all(cells((0, 1), (2, 3, 4)), path, start, jobs=3, minutes=0.02) == 3
+    assert start.started == [0, 2, 1, 3, 4] and start.killed[0] == 0  # whose place another takes
+    assert [found.run.seed for found in read(path)] == [1]
+
+
+def test_a_run_that_serves_several_lengths_goes_on_until_all_of_them_are_good_enough(path):
+    tests = {"also": (Task(32, 2, vocab_size=16),)}
+    runs = tuple(run(seed, **tests) for seed in (0, 1, 2))
+    start = Pretended({0: result(runs[0], 1.0, 0.5), 1: result(runs[1], 0.2, 1.0), 2: 0.0})
+    run_all([Cell("row", 16, runs), Cell("row", 32, runs)], path, start)
+    assert start.started == [0, 1]
+
+
+def test_no_more_runs_at_once_than_asked(path):
+    start = Pretended({})
+    assert run_all(cells((0, 1, 2), (3, 4, 5)), path, start, jobs=4, minutes=0.001) == 6
+    assert len(start.started) == 4
+
+
+def test_runs_under_way_are_stopped_at_the_deadline_and_leave_nothing(path):
+    start = Pretended({0: 0.5})
+    began = time.monotonic()
+    assert run_all(cells((0, 1)), path, start, jobs=2, minutes=0.02) == 1
+    assert time.monotonic() - began < 5
+    assert start.killed == [1] and [found.run.seed for found in read(path)] == [0]
+
+
+def test_every_row_has_a_run_before_any_has_two_and_short_ones_come_first():
+    grid = [Cell("a", 1, (run(0), run(1))), Cell("b", 1, (run(2), run(3))), Cell("a", 2, (run(4),))]
+    assert [each.seed for _, each in ordered(grid)] == [0, 2, 1, 3, 4]
+
+
+def test_failed_runs_are_run_again_only_if_asked(path):
+    start = Pretended({0: sweeping.failure(run(0), "no memory"), 1: 0.1})
+    run_all(cells((0, 1)), path, start)
+    run_all(cells((0, 1)), path, start)
+    assert start.started == [0, 1]
+    start.accuracies[0] = 0.7
+    run_all(cells((0, 1)), path, start, retry=True)
+    assert start.started == [0, 1, 0]
+    assert Store(path).found[identity(run(0))].accuracy == 0.7
+
+
+# -- The file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_last_line_that_was_cut_off_is_mended_and_run_again(path):
+    start = Pretended({0: 0.1, 1: 0.2, 2: 0.3})
+    run_all(cells((0, 1, 2)), path, start)
+    path.write_bytes(path.read_bytes()[:-40])
+    assert [found.run.seed for found in read(path)] == [0, 1]
+    start.started.clear()
+    assert run_all(cells((0, 1, 2)), path, start) == 0
+    assert start.started == [2]
+    assert [json.loads(line)["run"]["seed"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(path):
+    path.write_text(to_json(result(run(0), 0.1)))
+    start = Pretended({1: 0.2})
+    run_all(cells((0, 1)), path, start)
+    assert start.started == [1] and [found.run.seed for found in read(path)] == [0, 1]
+
+
+def test_a_line_that_is_no_result_is_not_passed_over(path):
+    path.write_text(f"nonsense\n{to_json(result(run(0), 0.1))}\n")
+    with pytest.raises(ValueError, match="line 1 is none"):
+        read(path)
+
+
+def test_two_sweeps_do_not_write_one_file(path):
+    store = Store(path)
+    with pytest.raises(ValueError, match="one sweep at a time"):
+        Store(path)
+    store.close()
+    Store(path).close()
+
+
+# -- Processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here(path):
+    wrong = run(1, options=TINY | {"nonsense": 1})
+    deadly = run(2, mixer="deltanet", options={})
+
+    def start(run):
+        worker = Worker(run, "cpu")
+        if run == deadly:
+            worker.process.kill()
+        return worker
+
+    grid = [Cell("row", 16, (wrong, deadly, run(3)))]
+    assert run_all(grid, path, start, jobs=3) == 0
+    found = {each.run.seed: each for each in read(path)}
+    assert found[1].failed.startswith("exit 1: TypeError") and "nonsense" in found[1].failed
+    assert found[2].failed.startswith("killed by SIGKILL")
+    *_, here = train(run(3), torch.device("cpu"))
+    assert found[3].run == here.run and found[3].finished and not found[3].failed
+    assert [point.loss for point in found[3].curve] == [point.loss for point in here.curve]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_mqar_sweep import Cell, Worker, run, run_cells
+def start(run):
+    worker = Worker(run, "cpu")
+    print("started", worker.process.pid, flush=True)
+    return worker
+run_cells([Cell("row", 16, (run(0), run(1, steps=10**6)))], Path({path!r}), start)
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def until(what, seconds):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goes_on(path):
+    program = KILLED.format(tests=str(Path(__file__).parent), path=str(path))
+    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = []
+    while len(pids) < 2:
+        line = sweep.stdout.readline()
+        assert line, "the sweep ended before it could be killed"
+        pids += [int(line.split()[1])] if line.startswith("started") else []
+    assert alive(pids[1])
+    os.kill(sweep.pid, signal.SIGKILL)  # in the middle of the second run
+    sweep.wait()
+    sweep.stdout.close()
+    try:
+        until(lambda: not alive(pids[1]), 20)
+    finally:
+        if alive(pids[1]):  # what this test is against
+            os.kill(pids[1], signal.SIGKILL)
+    assert [found.run.seed for found in read(path)] == [0]
+    before = path.read_text()
+
+    assert run_all([Cell("row", 16, (run(0), run(1)))], path, lambda run: Worker(run, "cpu")) == 0
+    assert path.read_text().startswith(before)
+    assert [found.run.seed for found in read(path)] == [0, 1]
+
+
+def test_a_sweep_over_ray_finds_what_one_here_finds(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    grid = [Cell("row", 16, (run(0), run(1, options=TINY | {"nonsense": 1}), run(2)))]
+    monkeypatch.setitem(GRIDS, "tiny", lambda: grid)
+    for where, ray in (("here", False), ("there", True)):
+        assert sweep("tiny", jobs=2, out=tmp_path / where, ray=ray, device="cpu", console=Console(file=StringIO())) == 0
+    here, there = (Store(tmp_path / where / "tiny.jsonl").found for where in ("here", "there"))
+    assert here.keys() == there.keys() and len(here) == 3
+    for key in here:
+        assert [point.loss for point in here[key].curve] == [point.loss for point in there[key].curve]
+        assert here[key].failed == there[key].failed
+
+
+# -- The grids ---------------------------------------------------------------------------------------------------------
+
+REST = 3 * 128 * 384 + 2 * 128  # parameters of a layer that are not the mixer's
+SIZES = {  # parameters of a layer, floats of its state
+    "Attention": (934_400, None),
+    "Gated DeltaNet": (248_632, 4_608),
+    "Mamba-2": (283_696, 32_768),
+    "GLA": (216_416, 2_048),
+    "DeltaNet": (248_640, 8_192),
+    "RunningTensor": (175_475, 120_000),
+    "Gated DeltaNet, 131k state": (482_308, 131_072),
+    "RunningTensor, r = k, u = q": (174_691, 120_000),
+    "tensor + ConcOnlyC + ξ + Δ + g_out@t": (175_475, 120_000),
+    "tensor + ConcOnlyC + Δ + g_out@t": (175_475, 110_592),
+    "tensor + ConcOnlyC + ξ + g_out@t": (175_475, 120_000),
+    "tensor + ConcOnlyC + Δ": (174_707, 110_592),
+    "tensor + ConcOnlyC": (174_707, 110_592),
+    "tensor + ConcOnly": (174_704, 110_592),
+    "tensor + OneLinear": (275_056, 110_592),
+    "matrix + ConcOnlyC": (173_907, 4_608),
+    "matrix + ConcOnly": (173_904, 4_608),
+    "matrix + OneLinear": (248_656, 4_608),
+}
+
+
+@pytest.mark.parametrize(("name", "row"), (TABLE1 | TABLE2).items(), ids=TABLE1 | TABLE2)
+def test_rows_have_the_parameters_and_states_of_the_paper(name, row):
+    mixer, options = row
+    layer = MIXERS[mixer](128, **options)
+    assert (sum(p.numel() for p in layer.parameters()) + REST, layer.state_floats) == SIZES[name]
+
+
+def test_capacity_has_orders_2_3_and_4_up_to_the_same_state():
+    states = {name: MIXERS[mixer](128, **options).state_floats for name, (mixer, options) in CAPACITY.items()}
+    for order in ("order 2", "RunningTensor", "order 4"):
+        largest = max(state for name, state in states.items() if name.startswith(order))
+        assert largest == pytest.approx(131_072, rel=0.1)
+
+
+def test_all_rows_have_one_protocol_and_differ_in_nothing_but_the_mixer():
+    for grid in (GRIDS["table1"](), GRIDS["table2"](), capacity()):
+        for length in (1024, 2048, 4096):
+            same = [cell.runs for cell in grid if cell.length == length]
+            assert len(same) > 3
+            blank = [[replace(run, mixer="gla", options={}) for run in runs] for runs in same]
+            assert all(runs == blank[0] for runs in blank)
+            assert {(run.lr, run.seed) for run in same[0]} == {(lr, s) for lr in (1e-2, 1e-3, 1e-4) for s in (0, 1, 2)}
+
+
+def test_runs_of_a_table_train_up_to_the_length_they_are_tested_at():
+    for cell in table1():
+        for run in cell.runs:
+            assert run.test == Task(cell.length, PROTOCOL.pairs) and run.test in run.tasks
+            assert max(task.length for task in run.tasks) == cell.length
+            assert run.tokens_a_step == PROTOCOL.tokens_a_step
+
+
+def test_the_shortest_length_comes_first():
+    lengths = [cell.length for cell in table1()]
+    assert lengths == sorted(lengths) and lengths[0] == 1024
+
+
+def test_capacity_is_zoologys_mix():
+    run = capacity()[0].runs[0]
+    drawn = [(task.length, task.pairs) for task in run.tasks]
+    assert {shape: drawn.count(shape) for shape in drawn} == {
+        (64, 4): 5,
+        (128, 8): 1,
+        (256, 16): 1,
+        (256, 32): 1,
+        (256, 64): 1,
+    }
+    assert [(task.length, task.pairs) for task in run.tests] == [(1024, 256), (2048, 512), (4096, 1024)]
+    assert run.steps * run.batch == pytest.approx(4 * 180_000, rel=1e-3)
+
+
+def test_nothing_with_a_tensor_state_is_calibrated_on():
+    rows = {cell.row.partition(" · ")[0] for cell in GRIDS["calibration"]()}
+    assert rows == set(CALIBRATED_ON) == {"Attention", "Gated DeltaNet", "DeltaNet"}
+
+
+def test_a_part_of_a_grid_can_be_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweeping, "run_cells", lambda cells, *_, **__: seen.append({(c.row, c.length) for c in cells}))
+    sweep("table1", lengths=(1024,), only="Delta", out=tmp_path)
+    sweep("table1", lengths=(2048, 4096), out=tmp_path)
+    names = ("Gated DeltaNet", "DeltaNet", "Gated DeltaNet, 131k state")
+    assert seen == [{(name, 1024) for name in names}, {(name, at) for name in TABLE1 for at in (2048, 4096)}]
+    with pytest.raises(ValueError, match="must fit some cell"):
+        sweep("table1", lengths=(512,), out=tmp_path)
+
+
+def test_a_grid_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name must be one of table1"):
+        sweep("table3", out=tmp_path)
