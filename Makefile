@@ -9,7 +9,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 .PHONY: demo test lint bench clean
 
 demo: .venv/ready
-	$(BIN)/runningtensor selfcheck
+	$(BIN)/runningtensor demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest

@@ -10,9 +10,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from runningtensor.mqar.commands import app as mqar
+
 app = typer.Typer(help="Linear attention whose running memory is a tensor.", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(help="Speed and memory, beside the alternatives.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(mqar, name="mqar")
 console = Console()
 
 
@@ -52,6 +55,19 @@ def selfcheck(
         f"\n{table.row_count - wrong} right, {wrong} wrong, on {what}, torch {torch.__version__}, {seconds:.0f} s"
     )
     raise typer.Exit(wrong > 0)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/mqar"),
+    steps: Annotated[int, typer.Option(help="At most.", min=1)] = 600,
+    minutes: Annotated[float, typer.Option(help="At most.")] = 4.5,
+    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
+) -> None:
+    """Watch a tensor state learn to recall what a matrix state and Gated DeltaNet do not, on two CPU cores."""
+    from runningtensor.mqar.demo import demo
+
+    demo(out, console, steps=steps, minutes=minutes, seed=seed)
 
 
 MODEL = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]

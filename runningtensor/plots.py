@@ -1,6 +1,7 @@
 """The figures, each from its CSV alone."""
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ LAYER_STYLE = {
     "fla-gated-deltanet": GPU_STYLE["fla-gated-deltanet"],
     "transformers-qwen3": ("#000000", "X", "transformers, Qwen3"),
 }
+DEMO_COLOURS = ("#0072B2", "#D55E00", "#009E73")  # the first is ours
 OTHERS = [("#CC79A7", "v"), ("#56B4E9", "P"), ("#000000", "X")]
 
 
@@ -140,6 +142,54 @@ def plot_layers_gpu(table: Path, figure: Path) -> None:
     plt.close(shape)
 
 
+def plot_demo(table: Path, figure: Path) -> None:
+    """Accuracy against steps, a line a model, named at its end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    first = rows[0]
+    colours = dict(zip(dict.fromkeys(row["model"] for row in rows), DEMO_COLOURS, strict=True))
+    curves = {
+        name: [(int(row["step"]), 100 * float(row["accuracy"])) for row in rows if row["model"] == name]
+        for name in colours
+    }
+    states = {row["model"]: int(row["state_floats"]) for row in rows}
+    last, final = curves[first["model"]][-1][0], {name: curve[-1][1] for name, curve in curves.items()}
+
+    shape, ax = plt.subplots(figsize=(9, 4.8), layout="constrained")
+    place, beside = -math.inf, {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+    for name in sorted(curves, key=lambda name: final[name]):
+        style: dict[str, Any] = {"color": colours[name]}
+        ax.plot(*zip(*curves[name], strict=True), **style, linewidth=3 if name == first["model"] else 2)
+        ax.plot(last, final[name], "o", **style, markersize=7, clip_on=False, zorder=3)
+        place = max(place + 12, final[name])  # names of lines that end together stand above one another
+        style |= beside
+        ax.annotate(name, (last, place), xytext=(10, 6), fontweight="bold", **style)
+        what = f"{final[name]:.1f}%, state of {states[name]:,} numbers"
+        ax.annotate(what, (last, place), xytext=(10, -7), fontsize="small", **style)
+    tensor, matrix, *_ = final.values()
+    ax.set_title(
+        f"Of {first['pairs']} pairs, a tensor state recalls {tensor:.1f}% after {last} steps, "
+        f"a matrix state {matrix:.1f}%",
+        loc="left",
+        fontweight="bold",
+        pad=16,
+    )
+    ax.set_xlim(0, last)
+    ax.set_ylim(0, 100)
+    ax.set_ylabel(f"pairs recalled, of {first['pairs']} in {first['length']} tokens")
+    ax.set_xlabel(f"training steps, on the same batches: {max(float(row['seconds']) for row in rows):.0f} s in all")
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0f}%")
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
 def _bars(ax: Any, rows: list[dict[str, str]]) -> None:
     shapes = list(dict.fromkeys((row["D"], row["T"], row["B"]) for row in rows))
     names = [name for name in LAYER_STYLE if name in _names(rows)]
@@ -218,3 +268,90 @@ def _panel(
                     color=colour,
                 )
     ax.margins(x=0.17, y=0.1)
+
+
+LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
+SERIES = {
+    "order 2": ("#E69F00", "o"),
+    "order 3": ("#0072B2", "s"),
+    "order 4": ("#009E73", "^"),
+    "RunningTensor, r = k, u = q": ("#56B4E9", "P"),
+    "Gated DeltaNet, 131k state": ("#D55E00", "D"),
+    "Gated DeltaNet, published": ("#D55E00", "D"),
+    "Flash-VQG, published": ("#000000", "v"),
+}
+
+
+def plot_recall(
+    lines: list[tuple[str, int, float | None, float | None]],  # row, length, published, ours
+    figure: Path,
+    title: str,
+    caption: str,
+) -> None:
+    """A group of bars a row, a bar a length, and where it was published a diamond; what was not run says so."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows, lengths = list(dict.fromkeys(x[0] for x in lines)), sorted({x[1] for x in lines})
+    colours = dict(zip(lengths, LENGTH_COLOURS, strict=False))
+    thick = 0.8 / len(lengths)
+    shape, ax = plt.subplots(figsize=(10, 1.2 + 0.24 * len(lines)), layout="constrained")
+    for row, length, published, ours in lines:
+        y = rows.index(row) + (lengths.index(length) - (len(lengths) - 1) / 2) * thick
+        if ours is not None:
+            ax.barh(y, ours, 0.9 * thick, color=colours[length])
+        text, grey = ("not run", "0.6") if ours is None else (f"{ours:.1f}", "0.1")
+        ax.annotate(text, (110, y), ha="right", va="center", fontsize="small", color=grey)
+        if published is not None:
+            ax.plot(published, y, "D", color="white", markeredgecolor="black", markersize=5.5, zorder=3, clip_on=False)
+    for length in lengths:
+        ax.barh(0, 0, color=colours[length], label=f"{length:,} tokens")
+    ax.plot([], [], "D", color="white", markeredgecolor="black", label="published")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 110)
+    ax.set_xticks(range(0, 101, 20))
+    ax.set_title(title, loc="left", fontweight="bold")
+    ax.grid(alpha=0.25, axis="x")
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    shape.legend(loc="outside lower center", ncols=len(lengths) + 1, frameon=False)
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, caption: str) -> None:
+    """Accuracy against the floats of a state, a panel for each length of the test; hollow: what others published."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lengths = sorted({point[1] for point in points})
+    found = {point[0] for point in points}
+    styles = {name: style for name, style in SERIES.items() if name in found}
+    shape, axes = plt.subplots(
+        1, len(lengths), figsize=(4 * len(lengths), 4.6), layout="constrained", sharey=True, squeeze=False
+    )
+    for ax, length in zip(axes[0], lengths, strict=True):
+        for name, (colour, marker) in styles.items():
+            curve = sorted((x, y) for series, at, x, y in points if series == name and at == length)
+            inside = "white" if name.endswith("published") else colour
+            style = {"color": colour, "marker": marker, "markerfacecolor": inside, "markersize": 8, "linewidth": 2}
+            if curve:
+                ax.plot(*zip(*curve, strict=True), **style, label=name)
+        ax.set_xscale("log")
+        ax.set_ylim(-3, 103)
+        ax.set_xlabel("floats of a layer's state")
+        ax.set_title(f"{length:,} tokens, {length // 4:,} pairs", loc="left", fontweight="bold")
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("recalled (%)")
+    handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    shape.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)

@@ -74,6 +74,8 @@ def running_tensor(
     backend = choose(backend, k, r, values)
     if backend == "triton":
         chunk_size = next((size for size in (64, 32) if size <= chunk_size), 16)
+    elif values.shape[1] < chunk_size:  # most of a chunk would be padding
+        chunk_size = max(1, values.shape[1])
     if initial_state is not None:
         initial_state = initial_state.reshape(N, H, k.shape[-1], r.shape[-1], V)
     out, state, _ = _quick_forward(
