@@ -115,7 +115,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bench.Case]:
     monkeypatch.setattr(bench, "in_processes", pretend)
     monkeypatch.setattr(bench, "compile_peers", lambda *_: None)
     monkeypatch.setattr(bench, "provenance", lambda _: ORIGIN)
-    monkeypatch.setattr(bench, "find_spec", lambda _: None)  # no peers here, no figure
+    for module in (bench, bench.gpu):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)  # no peers here, no figure
     return cases
 
 

@@ -103,7 +103,8 @@ def test_resume(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "in_processes", pretend)
     monkeypatch.setattr(bench, "compile_peers", lambda *_: None)
     monkeypatch.setattr(bench, "provenance", lambda _: ORIGIN)
-    monkeypatch.setattr(bench, "find_spec", lambda name: None if name in ("fla", "matplotlib") else name)
+    for module in (bench, bench.gpu):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name in ("fla", "matplotlib") else name)
     cases = [case for case in CASES if case.implementation != bench.GATED]
     rows = [row for row in ROWS if row.case in cases]
     write(tmp_path / "layers_gpu.partial.csv", [*rows[:2], replace(rows[2], note="failed: once")], bench.LayerRow)

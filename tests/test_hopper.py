@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper, hopper_backward, launch
+from runningtensor.ops.triton import hopper, hopper_gradients, hopper_pack, launch
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1, which is set where there is no GPU"
@@ -163,8 +163,8 @@ def test_a_chunk_is_packed_as_the_formulas_say(width, delta, decay, dtype, packe
 @pytest.fixture
 def inversions(monkeypatch):
     """Grows by one with every chunk that is inverted again."""
-    calls, invert = [], hopper.invert
-    monkeypatch.setattr(hopper, "invert", lambda *arguments: calls.append(arguments) or invert(*arguments))
+    calls, invert = [], hopper_pack.invert
+    monkeypatch.setattr(hopper_pack, "invert", lambda *arguments: calls.append(arguments) or invert(*arguments))
     return calls
 
 
@@ -328,7 +328,7 @@ def test_the_gradient_of_the_decay_is_the_sum_over_its_paths(dtype, packed):
     passed = torch.randn(shape.chunks, shape.H, generator=generator)
     scales = pack(inputs, cu_seqlens)["scales"]
     dlog = torch.empty_like(log_decay)
-    hopper_backward.decay_kernel[(shape.chunks, shape.H)](
+    hopper_gradients.decay_kernel[(shape.chunks, shape.H)](
         *lines,
         passed,
         scales,

@@ -1,13 +1,16 @@
-"""What the benchmarks on an NVIDIA GPU share: clocks, processes, the peers' kernels, runs cut off, verdicts."""
+"""What the benchmarks on an NVIDIA GPU share: clocks, processes, the peers' kernels, runs cut off, tables, options."""
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from threading import Timer
@@ -125,6 +128,13 @@ def work(cases: list[AnyCase], measure: Callable[[AnyCase], Found], autotuned: b
             found = {"note": f"failed: {reason(f'{type(error).__name__}: {error}')}"}
         print(f"\n{RESULT}{json.dumps([astuple(case), found])}", flush=True)
         torch.cuda.empty_cache()
+
+
+def far(pairs: dict[str, tuple[Tensor, Tensor]], tolerance: float) -> str | None:
+    """The first that is not what it should be, by its relative error in norm."""
+    with torch.no_grad():
+        errors = {name: float((got.double() - want).norm() / want.norm()) for name, (got, want) in pairs.items()}
+    return next((f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= tolerance), None)
 
 
 def reason(text: str) -> str:
@@ -267,11 +277,44 @@ def rounded(found: Found) -> Found:
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
 
 
-# Tables.
+# Tables and figures.
 
 
 def text(x: float, form: str = ".3f") -> str:
     return format(x, form) if x == x else ""
+
+
+def comparison(
+    caption: str,
+    rows: Sequence[AnyMeasured],
+    groups: Iterable[Sequence[AnyCase]],
+    alike: Callable[[Sequence[AnyCase]], bool],  # whether a group's times can be compared
+    shape: Callable[[AnyCase], str],
+    last: dict[str, Callable[[AnyMeasured], str]],
+) -> Table:
+    """Times, each with its ratio to that of the first of the group; then other columns, by their headings."""
+    table = Table(box=SIMPLE, pad_edge=False, caption=caption)
+    table.add_column("implementation")
+    table.add_column("shape")
+    for heading in ("fwd", "×", "both", "×", "gpu fwd", "×", "gpu both", "×", *last):
+        table.add_column(heading, justify="right", no_wrap=True)
+    at = {row.case: row for row in rows}
+    for group in groups:
+        first = at.get(group[0]) if alike(group) else None
+        for row in (at[case] for case in group if case in at):
+            cells: list[str] = []
+            for column in ("ms_forward", "ms_total", "gpu_ms_forward", "gpu_ms_total"):
+                ms = getattr(row, column)
+                cells += [text(ms), "" if first is None else text(ms / getattr(first, column), ".2f")]
+            name = f"{row.case.implementation}, {row.note}" if row.note else row.case.implementation
+            table.add_row(name, shape(row.case), *cells, *(cell(row) for cell in last.values()))
+        table.add_section()
+    return table
+
+
+def spread(times: Sequence[float]) -> float:
+    """The longest over the shortest; nan if one was not measured."""
+    return max(times) / min(times) if all(t == t for t in times) else math.nan
 
 
 @dataclass(frozen=True)
@@ -290,3 +333,51 @@ def verdict_table(found: list[Verdict]) -> Table:
         said = said if verdict.measured == verdict.measured else "[yellow]not measured"
         table.add_row(verdict.target, verdict.wanted, text(verdict.measured, ".2f"), text(verdict.gpu, ".2f"), said)
     return table
+
+
+def draw(path: Path, plot: Callable[[Path, Path], None]) -> None:
+    """The figure of a CSV, beside it."""
+    if find_spec("matplotlib") is None:
+        console.print("matplotlib is not installed: no figure.")
+        return
+    plot(path, path.with_suffix(".png"))
+    console.print(f"Wrote {path.with_suffix('.png')}")
+
+
+# The command line.
+
+
+def command(
+    about: str,
+    csv: str,
+    kind: type[AnyCase],
+    measure: Callable[[AnyCase], Found],
+    make: Callable[[AnyCase], tuple[Callable[..., Tensor], list[Tensor]]],
+    autotuned: Container[str],  # the implementations whose kernels are compiled beforehand
+    report: Callable[[Path], None],
+    main: Callable[..., object],
+    **flags: str,  # what else `main` takes, with its help
+) -> None:
+    """Measures and reports; or does a part of it, as a process that another has started."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--out", type=Path, default=Path("results/bench"), help="where the CSV and the figure go")
+    for flag, meaning in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
+    parser.add_argument("--no-peers", action="store_true", help="ours only")
+    parser.add_argument("--resume", action="store_true", help="keep what was measured before of this commit")
+    parser.add_argument("--report", action="store_true", help="measure nothing: tables and figure of the CSV there is")
+    parser.add_argument("--work", metavar="CASES", help="measure these and print what was found")
+    parser.add_argument("--compile", metavar="JOB", help="compile a share of a peer's kernels")
+    asked = parser.parse_args()
+    if asked.work:
+        cases = [kind(*fields) for fields in json.loads(asked.work)]
+        work(cases, measure, autotuned=cases[0].implementation in autotuned)
+    elif asked.compile:
+        fields, *share = json.loads(asked.compile)
+        compile_share(partial(make, kind(*fields)), *share)
+    elif asked.report:
+        finished = asked.out / csv
+        report(unfinished if (unfinished := partial_of(finished)).exists() else finished)
+    else:
+        more = {flag: getattr(asked, flag) for flag in flags}
+        main(asked.out, peers=not asked.no_peers, resume=asked.resume, **more)

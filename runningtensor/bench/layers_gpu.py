@@ -7,9 +7,7 @@ graph, beside transformers' Qwen3 of the same shape. Processes, peers and resume
 been measured is in `layers_gpu.partial.csv` at once.
 """
 
-import argparse
 import copy
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -26,11 +24,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from runningtensor.bench import gpu
-from runningtensor.bench.gpu import SEED, Found, Measured, Verdict, both_ways, console, text, verdict_table
+from runningtensor.bench.gpu import SEED, Found, Measured, Verdict, both_ways, console, spread, text, verdict_table
 from runningtensor.bench.provenance import Provenance, installed, provenance, read
 from runningtensor.layers import RunningTensor
+from runningtensor.plots import plot_layers_gpu
 
-MODULE = "runningtensor.bench.layers_gpu"
+MODULE, CSV = "runningtensor.bench.layers_gpu", "layers_gpu.csv"
 TOLERANCE = 5e-2  # as in ops_gpu.py, through a whole layer: its torch code in bfloat16 is off by up to 3e-2
 CHECKED = 1024  # tokens of the first sequence that are held to float64
 STEPS = 50  # replays of a CUDA graph, whose median is reported
@@ -149,13 +148,7 @@ def wrong(layer: nn.Module, f: Callable[..., Tensor], inputs: list[Tensor]) -> s
     want = torch.autograd.grad(truth, [first, *exact.parameters()], dout[:1, :CHECKED].double())
     names = ["outputs", "dx", *(f"d{name}" for name, _ in layer.named_parameters())]
     got = [out[:1, :CHECKED], grads[0][:1, :CHECKED], *grads[1:]]
-    return far(dict(zip(names, zip(got, (truth.detach(), *want), strict=True), strict=True)))
-
-
-def far(pairs: dict[str, tuple[Tensor, Tensor]]) -> str | None:
-    """The first that is not what it should be."""
-    errors = {name: float((got.double() - want).norm() / want.norm()) for name, (got, want) in pairs.items()}
-    return next((f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE), None)
+    return gpu.far(dict(zip(names, zip(got, (truth, *want), strict=True), strict=True)), TOLERANCE)
 
 
 def measure_layer(case: Case) -> Found:
@@ -283,7 +276,7 @@ def differs(decoder: Decoder, graph: torch.cuda.CUDAGraph, logits: Tensor) -> st
         return "the graph does not feed back its token"
     for x, old in zip(held, before, strict=True):
         x.copy_(old)
-    return far({"the graph's logits": (got, decoder.step().double())})
+    return gpu.far({"the graph's logits": (got, decoder.step().double())}, TOLERANCE)
 
 
 def measure_decoding(case: Case) -> Found:
@@ -330,7 +323,7 @@ def chosen(peers: bool) -> list[Case]:
 
 def main(out: Path = Path("results/bench"), peers: bool = True, resume: bool = False) -> list[LayerRow]:
     """Measures, prints tables, writes `layers_gpu.csv` and draws `layers_gpu.png`."""
-    path = out / "layers_gpu.csv"
+    path = out / CSV
     origin = provenance(torch.device("cuda"))
     console.print(f"{origin.device}, torch {origin.torch}, triton {origin.triton}, commit {origin.commit}, bfloat16")
     cases = chosen(peers)
@@ -366,13 +359,7 @@ def report(path: Path) -> None:
     """The tables and the figure of what is in a CSV."""
     rows = read(path, LayerRow)
     console.print(layer_table(rows), decoding_table(rows), verdict_table(verdicts(rows)))
-    if find_spec("matplotlib") is None:
-        console.print("matplotlib is not installed: no figure.")
-        return
-    from runningtensor.plots import plot_layers_gpu
-
-    plot_layers_gpu(path, path.with_suffix(".png"))
-    console.print(f"Wrote {path.with_suffix('.png')}")
+    gpu.draw(path, plot_layers_gpu)
 
 
 def shape(case: Case) -> str:
@@ -387,28 +374,15 @@ def one_line(row: LayerRow) -> str:
 
 
 def layer_table(rows: list[LayerRow]) -> Table:
-    table = Table(
-        box=SIMPLE,
-        pad_edge=False,
-        caption="Layers. Milliseconds, medians; ×: over ours, above; gpu: without waiting for Python; MiB: peak above "
+    return gpu.comparison(
+        "Layers. Milliseconds, medians; ×: over ours, above; gpu: without waiting for Python; MiB: peak above "
         "input, weights and gradients.",
+        rows,
+        LAYERS,
+        lambda _: True,
+        shape,
+        {"MiB": lambda row: text(row.extra_peak_mib, ",.0f"), "weights": lambda row: f"{row.parameters:,}"},
     )
-    table.add_column("implementation")
-    table.add_column("shape")
-    for heading in ("fwd", "×", "both", "×", "gpu fwd", "×", "gpu both", "×", "MiB", "weights"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    at = {row.case: row for row in rows}
-    for group in LAYERS:
-        mine = at.get(group[0])
-        for row in (at[case] for case in group if case in at):
-            cells: list[str] = []
-            for column in ("ms_forward", "ms_total", "gpu_ms_forward", "gpu_ms_total"):
-                ms = getattr(row, column)
-                cells += [text(ms), text(ms / getattr(mine, column), ".2f") if mine is not None else ""]
-            name = f"{row.implementation}, {row.note}" if row.note else row.implementation
-            table.add_row(name, shape(row.case), *cells, text(row.extra_peak_mib, ",.0f"), f"{row.parameters:,}")
-        table.add_section()
-    return table
 
 
 def decoding_table(rows: list[LayerRow]) -> Table:
@@ -443,30 +417,12 @@ def verdicts(rows: list[LayerRow]) -> list[Verdict]:
                 Verdict(f"{shape(mine)}: {way}, over {theirs.implementation}", "≤ 1", ratio, alone, ratio <= 1)
             )
     for B, groups in DECODING.items():
-        times = [ms(group[0], "ms_forward") for group in groups]
-        spread = max(times) / min(times) if all(t == t for t in times) else math.nan
+        longer = spread([ms(group[0], "ms_forward") for group in groups])
         target = f"decoding, batch {B}, context from {CONTEXTS[0]:,} to {CONTEXTS[-1]:,}: longest over shortest time"
-        found.append(Verdict(target, f"≤ {SAME}", spread, math.nan, spread <= SAME))
+        found.append(Verdict(target, f"≤ {SAME}", longer, math.nan, longer <= SAME))
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Time of the layer and of decoding on this machine's GPU.")
-    parser.add_argument("--out", type=Path, default=Path("results/bench"), help="where the CSV and the figure go")
-    parser.add_argument("--no-peers", action="store_true", help="ours only")
-    parser.add_argument("--resume", action="store_true", help="keep what was measured before of this commit")
-    parser.add_argument("--report", action="store_true", help="measure nothing: tables and figure of the CSV there is")
-    parser.add_argument("--work", metavar="CASES", help="measure these and print what was found")
-    parser.add_argument("--compile", metavar="JOB", help="compile a share of a peer's kernels")
-    arguments = parser.parse_args()
-    if arguments.work:
-        asked = [Case(*case) for case in json.loads(arguments.work)]
-        gpu.work(asked, measure, autotuned=asked[0].implementation in PACKAGES)
-    elif arguments.compile:
-        case, *share = json.loads(arguments.compile)
-        gpu.compile_share(partial(make, Case(*case)), *share)
-    elif arguments.report:
-        finished = arguments.out / "layers_gpu.csv"
-        report(unfinished if (unfinished := gpu.partial_of(finished)).exists() else finished)
-    else:
-        main(arguments.out, not arguments.no_peers, arguments.resume)
+    about = "Time of the layer and of decoding on this machine's GPU."
+    gpu.command(about, CSV, Case, measure, make, PACKAGES, report, main)

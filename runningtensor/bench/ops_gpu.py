@@ -9,8 +9,6 @@ The peers (pip install flash-linear-attention==0.6.0 retention==1.0.7) try hundr
 takes minutes. So these are compiled by many processes side by side; which is fastest is found out alone on the GPU.
 """
 
-import argparse
-import json
 import math
 import tempfile
 import time
@@ -22,7 +20,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
@@ -30,10 +27,22 @@ from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attent
 
 from runningtensor import running_tensor, running_tensor_step
 from runningtensor.bench import gpu
-from runningtensor.bench.gpu import SEED, Found, Measured, Verdict, both_ways, console, text, timed, verdict_table
+from runningtensor.bench.gpu import (
+    SEED,
+    Found,
+    Measured,
+    Verdict,
+    both_ways,
+    console,
+    spread,
+    text,
+    timed,
+    verdict_table,
+)
 from runningtensor.bench.provenance import Provenance, installed, provenance, read
+from runningtensor.plots import plot_ops_gpu
 
-MODULE = "runningtensor.bench.ops_gpu"
+MODULE, CSV = "runningtensor.bench.ops_gpu", "ops_gpu.csv"
 TOLERANCE = 2e-2  # relative error in norm, bfloat16 against float64: this tells right from wrong, not good from better
 CHUNKS = (512, 128, 256, 1024)  # of power retention; it chooses its blocks at the first and keeps them
 
@@ -157,17 +166,10 @@ def wrong(inputs: list[Tensor], out: Tensor) -> str | None:
     exact = [x.detach().double().requires_grad_() for x in few]
     dout = torch.randn_like(out[:1, :1024])
     truth = ours(*exact, backend="torch")
-    pairs = [
-        ("outputs", out[:1, :1024], truth),
-        *zip(
-            ("dq", "dk", "du", "dr", "dv", "dbeta"),
-            both_ways(ours, few, dout),
-            torch.autograd.grad(truth, exact, dout.double()),
-            strict=True,
-        ),
-    ]
-    errors = {name: float(((got - want).norm() / want.norm()).detach()) for name, got, want in pairs}
-    return next((f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE), None)
+    names = ("outputs", "dq", "dk", "du", "dr", "dv", "dbeta")
+    got = (out[:1, :1024], *both_ways(ours, few, dout))
+    want = (truth, *torch.autograd.grad(truth, exact, dout.double()))
+    return gpu.far(dict(zip(names, zip(got, want, strict=True), strict=True)), TOLERANCE)
 
 
 def measure(case: Case) -> Found:
@@ -257,7 +259,7 @@ def main(
     out: Path = Path("results/bench"), quick: bool = False, peers: bool = True, resume: bool = False
 ) -> list[GpuRow]:
     """Measures, prints tables, writes `ops_gpu.csv` and draws `ops_gpu.png`."""
-    path = out / "ops_gpu.csv"
+    path = out / CSV
     origin = provenance(torch.device("cuda"))
     console.print(f"{origin.device}, torch {origin.torch}, triton {origin.triton}, commit {origin.commit}, bfloat16")
     cases = chosen(quick, peers)
@@ -292,13 +294,7 @@ def report(path: Path) -> None:
     """The tables and the figure of what is in a CSV."""
     rows = read(path, GpuRow)
     console.print(measurements(rows), verdict_table(verdicts(rows)))
-    if find_spec("matplotlib") is None:
-        console.print("matplotlib is not installed: no figure.")
-        return
-    from runningtensor.plots import plot_ops_gpu
-
-    plot_ops_gpu(path, path.with_suffix(".png"))
-    console.print(f"Wrote {path.with_suffix('.png')}")
+    gpu.draw(path, plot_ops_gpu)
 
 
 def rate(row: GpuRow, ms: float) -> float:
@@ -322,34 +318,18 @@ def one_line(row: GpuRow) -> str:
 
 
 def measurements(rows: list[GpuRow]) -> Table:
-    table = Table(
-        box=SIMPLE,
-        pad_edge=False,
-        caption="Milliseconds, medians; ×: over ours, above; gpu: without waiting for Python; rate: useful TFLOP/s "
+    return gpu.comparison(
+        "Milliseconds, medians; ×: over ours, above; gpu: without waiting for Python; rate: useful TFLOP/s "
         "forward, or GB/s; MiB: peak above inputs and gradients.",
+        rows,
+        GROUPS,
+        lambda group: group not in (DECODING, COMPILING),
+        shape,
+        {
+            "rate": lambda row: text(rate(row, row.ms_forward), ",.0f"),
+            "MiB": lambda row: text(row.extra_peak_mib, ",.0f"),
+        },
     )
-    table.add_column("implementation")
-    table.add_column("shape")
-    for heading in ("fwd", "×", "both", "×", "gpu fwd", "×", "gpu both", "×", "rate", "MiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    at = {row.case: row for row in rows}
-
-    for group in GROUPS:
-        mine = at.get(group[0])
-        for row in (at[case] for case in group if case in at):
-            cells: list[str] = []
-            for column in ("ms_forward", "ms_total", "gpu_ms_forward", "gpu_ms_total"):
-                ms = getattr(row, column)
-                ratio = (
-                    ms / getattr(mine, column) if mine is not None and group not in (DECODING, COMPILING) else math.nan
-                )
-                cells += [text(ms), text(ratio, ".2f")]
-            end = [text(rate(row, row.ms_forward), ",.0f"), text(row.extra_peak_mib, ",.0f")]
-            name = f"{row.implementation}, {row.note}" if row.note else row.implementation
-            table.add_row(name, shape(row.case), *cells, *end)
-        if any(case in at for case in group):
-            table.add_section()
-    return table
 
 
 def verdicts(rows: list[GpuRow]) -> list[Verdict]:
@@ -376,9 +356,8 @@ def verdicts(rows: list[GpuRow]) -> list[Verdict]:
     def tflops(gpu: str, case: Case) -> float:
         return rate(at[case], ms(case, f"{gpu}ms_forward")) if case in at else math.nan
 
-    def spread(gpu: str, column: str) -> float:
-        times = [ms(group[0], gpu + column) for group in CURVES]
-        return max(times) / min(times) if all(t == t for t in times) else math.nan
+    def over_lengths(gpu: str, column: str) -> float:
+        return spread([ms(group[0], gpu + column) for group in CURVES])
 
     def bandwidth(gpu: str) -> float:
         moving, copying = (
@@ -399,31 +378,13 @@ def verdicts(rows: list[GpuRow]) -> list[Verdict]:
     add(f"{shape(SQUARE[0])}: TFLOP/s forward", lambda gpu: tflops(gpu, SQUARE[0]), least=150)
     against(shape(SQUARE[0]), SQUARE, SQUARE[1], 1, both[1:])
     name = f"{TOKENS} tokens, H32 25×25×48, T from {LENGTHS[0]} to {LENGTHS[-1]}: longest over shortest time"
-    add(f"{name}, forward", lambda gpu: spread(gpu, "ms_forward"), 1.6)
-    add(f"{name}, forward and backward", lambda gpu: spread(gpu, "ms_total"), 1.6)
+    add(f"{name}, forward", lambda gpu: over_lengths(gpu, "ms_forward"), 1.6)
+    add(f"{name}, forward and backward", lambda gpu: over_lengths(gpu, "ms_total"), 1.6)
     add(f"step, {shape(DECODING[0])}: part of the bandwidth of a copy", bandwidth, least=0.6)
     add("seconds of the first forward and backward, nothing compiled", lambda _: ms(COMPILING[0], "ms_total") / 1e3, 20)
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Time and memory of the op on this machine's GPU.")
-    parser.add_argument("--out", type=Path, default=Path("results/bench"), help="where the CSV and the figure go")
-    parser.add_argument("--quick", action="store_true", help="without the peers' curves")
-    parser.add_argument("--no-peers", action="store_true", help="ours only")
-    parser.add_argument("--resume", action="store_true", help="keep what was measured before of this commit")
-    parser.add_argument("--report", action="store_true", help="measure nothing: tables and figure of the CSV there is")
-    parser.add_argument("--work", metavar="CASES", help="measure these and print what was found")
-    parser.add_argument("--compile", metavar="JOB", help="compile a share of a peer's kernels")
-    arguments = parser.parse_args()
-    if arguments.work:
-        asked = [Case(*fields) for fields in json.loads(arguments.work)]
-        gpu.work(asked, measure, autotuned=asked[0].implementation in PACKAGES)
-    elif arguments.compile:
-        fields, *share = json.loads(arguments.compile)
-        gpu.compile_share(partial(make, Case(*fields)), *share)
-    elif arguments.report:
-        finished = arguments.out / "ops_gpu.csv"
-        report(unfinished if (unfinished := gpu.partial_of(finished)).exists() else finished)
-    else:
-        main(arguments.out, arguments.quick, not arguments.no_peers, arguments.resume)
+    about = "Time and memory of the op on this machine's GPU."
+    gpu.command(about, CSV, Case, measure, make, PACKAGES, report, main, quick="without the peers' curves")

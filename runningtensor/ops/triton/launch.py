@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper, hopper_backward
+from runningtensor.ops.triton import hopper, hopper_gradients, hopper_pack, hopper_reverse, hopper_scan
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.step import step_kernel
@@ -123,20 +123,20 @@ def forward(
 
 
 def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
-    """Whether the kernels of hopper.py take this: bfloat16 or float16, some widths of keys, V a multiple of 16."""
+    """Whether the kernels for Hopper take this: bfloat16 or float16, some widths of keys, V a multiple of 16."""
     if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
         return False
     return (K, R) in hopper.SHAPES and v.shape[-1] % 16 == 0 and chunk == 64 and v.dtype != torch.float32
 
 
 def inverse_dtype(K: int, R: int, chunk: int, v: Tensor) -> torch.dtype:
-    """hopper.py multiplies P by the inverse before it rounds; the general kernels need all digits of the inverse."""
+    """hopper_pack.py multiplies P by the inverse before it rounds; the general kernels need all of its digits."""
     return v.dtype if on_hopper(K, R, chunk, v) else torch.float32
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What the scans of hopper.py need of every chunk, laid out by `pack_kernel`, and how they are launched."""
+    """What the scans on Hopper need of every chunk, laid out by `pack_kernel`, and how they are launched."""
 
     arrays: tuple[Tensor | None, ...]  # multipliers, bases, late bases, PM, scales
     gamma: Tensor | None
@@ -163,7 +163,7 @@ def pack(inputs: Inputs, x: Shape, inverse: Tensor | None, backward: bool = Fals
     )
     gamma = v.new_empty(x.chunks, x.H, 64, 64) if x.decay and backward else None
     where = (x.cu_seqlens, x.chunk_starts, x.T)
-    hopper.pack_kernel[(x.chunks, x.H)](
+    hopper_pack.pack_kernel[(x.chunks, x.H)](
         q,
         k,
         u,
@@ -201,7 +201,7 @@ def scan_on_hopper(
     recalled: Tensor | None = None,
     writes: Tensor | None = None,
 ) -> None:
-    hopper.scan_kernel[packed.grid](
+    hopper_scan.scan_kernel[packed.grid](
         *packed.arrays,
         inverse,
         inputs[4],
@@ -375,7 +375,7 @@ def backward_on_hopper(
     scan_on_hopper(packed, inputs, x, initial_state, inverse, states=states, recalled=recalled, writes=writes)
     dstates = torch.empty_like(states)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-    hopper_backward.reverse_kernel[packed.grid](
+    hopper_reverse.reverse_kernel[packed.grid](
         *packed.arrays,
         inverse,
         beta,
@@ -399,7 +399,7 @@ def backward_on_hopper(
     met_keys, met_queries, gave = lines
     passed = v.new_empty(x.chunks, x.H, dtype=torch.float32) if x.decay else None
     for keys, outputs in ((True, (dk, dr, dbeta, met_keys)), (False, (dq, du, None, met_queries))):
-        hopper_backward.gradients_kernel[(x.chunks, x.H)](
+        hopper_gradients.gradients_kernel[(x.chunks, x.H)](
             q,
             k,
             u,
@@ -427,7 +427,7 @@ def backward_on_hopper(
             **constants,
         )
     if dlog is not None:
-        hopper_backward.decay_kernel[(x.chunks, x.H)](
+        hopper_gradients.decay_kernel[(x.chunks, x.H)](
             met_keys,
             met_queries,
             gave,
