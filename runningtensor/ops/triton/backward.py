@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from runningtensor.ops.triton.forward import (
+    add_dot,
     decays,
     dot,
     features,
@@ -102,9 +103,9 @@ def reverse_kernel(
             dS = tl.load(dstate + place[:, None] * V, mask=exists[:, None] & has, other=0.0)
             if DECAY:
                 dS *= total
-            dS = dot(kron_columns(qc, uc, row, inside, k0, K, R, BD), bdo, PREC, dS)
+            dS = add_dot(dS, kron_columns(qc, uc, row, inside, k0, K, R, BD), bdo, PREC)
             if DELTA:
-                dS = dot(-kron_columns(kc, rc, row, inside, k0, K, R, BD), dE, PREC, dS)
+                dS = add_dot(dS, -kron_columns(kc, rc, row, inside, k0, K, R, BD), dE, PREC)
             tl.store(dstate + place[:, None] * V, dS, mask=exists[:, None] & has)
         tl.debug_barrier()  # every thread has written it
 

@@ -60,6 +60,13 @@ def dot(a, b, PREC: tl.constexpr, acc=None):
 
 
 @triton.jit
+def add_dot(S, a, b, PREC: tl.constexpr):
+    """S + A B, the product summed up first: added to the state one by one, its terms would each be rounded at the
+    state's size. Where the compiler sees a plus, it adds them one by one all the same."""
+    return S - dot(a, -b, PREC)
+
+
+@triton.jit
 def solve(inverse, x, PREC: tl.constexpr):
     """(I + L)⁻¹ X, the inverse in float32 proper, in two parts where products are in TF32.
 
@@ -330,7 +337,7 @@ def scan_kernel(
             S = tl.load(state + place[:, None] * V, mask=exists[:, None] & has, other=0.0)
             if DECAY:
                 S *= total
-            S = dot(kron_columns(kc, rc, row, inside, k0, K, R, BD), X, PREC, S)
+            S = add_dot(S, kron_columns(kc, rc, row, inside, k0, K, R, BD), X, PREC)
             tl.store(state + place[:, None] * V, S, mask=exists[:, None] & has)
         tl.debug_barrier()  # every thread has written it
         chunk += 1
