@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runningtensor.ops.eager import quick
+from runningtensor.ops.eager import power_of_two, quick
 from runningtensor.ops.interface import triton_refuses
 
 BLOCK = 32  # rows of a program that mixes or norms
@@ -59,33 +60,43 @@ class Front:
         found.append(x.new_empty(lead if self.forget != "none" else 0, dtype=torch.float32))
         return [*found, x.new_empty(*lead[:2], self.num_heads * self.value_dim)]
 
-    def grid(self, spans: int) -> tuple[int, int]:
-        from runningtensor.layers.front_kernels import lanes
+    def launch(
+        self, x: Tensor, conv: Tensor, extra: int, position: Tensor | None
+    ) -> tuple[int, tuple[int, int], dict[str, Any]]:
+        """Spans of tokens, the grid of programs, and what they are compiled for."""
+        T = x.shape[1] - extra
+        span = min(SPAN, power_of_two(T))
+        spans = x.shape[0] * -(-T // span)
+        rows, constants = _compiled_for(self, x.shape[2], conv.shape[1], span, LANES, extra, position is not None)
+        return spans, (-(-spans * self.num_heads // rows), 2 * len(self.key_dims) + 2), constants
 
-        rows = LANES // max(lanes(width) for width in (*self.key_dims, self.value_dim))
-        return -(-spans * self.num_heads // rows), 2 * len(self.key_dims) + 2
 
-    def constants(self, x: Tensor, conv: Tensor, extra: int, position: Tensor | None) -> dict[str, Any]:
-        import triton
+@cache
+def _compiled_for(
+    front: Front, columns: int, conv_size: int, span: int, program: int, extra: int, packed: bool
+) -> tuple[int, dict[str, Any]]:
+    """The fewest heads that a program takes, and the constants of the kernels."""
+    from runningtensor.layers.front_kernels import lanes
 
-        return dict(
-            KEY_DIMS=self.key_dims,
-            STARTS=self.starts,
-            V=self.value_dim,
-            H=self.num_heads,
-            D=self.period,
-            X=x.shape[2],
-            F=self.channels,
-            SIZE=conv.shape[1],
-            SPAN=min(SPAN, triton.next_power_of_2(x.shape[1] - extra)),
-            LANES=LANES,
-            num_warps=LANES // 32,
-            EXTRA=extra,
-            SKIP=int(self.query_skip),
-            TELESCOPING=self.forget == "telescoping",
-            GATE_CONV=self.gate_conv,
-            PACKED=position is not None,
-        )
+    rows = program // max(lanes(width) for width in (*front.key_dims, front.value_dim))
+    return rows, dict(
+        KEY_DIMS=front.key_dims,
+        STARTS=front.starts,
+        V=front.value_dim,
+        H=front.num_heads,
+        D=front.period,
+        X=columns,
+        F=front.channels,
+        SIZE=conv_size,
+        SPAN=span,
+        LANES=program,
+        num_warps=program // 32,
+        EXTRA=extra,
+        SKIP=int(front.query_skip),
+        TELESCOPING=front.forget == "telescoping",
+        GATE_CONV=front.gate_conv,
+        PACKED=packed,
+    )
 
 
 def front(
@@ -128,10 +139,8 @@ def _front(
         return outputs
     modes = len(key_dims)
     queries, keys, (values, beta, gone, gate) = outputs[:modes], outputs[modes : 2 * modes], outputs[2 * modes :]
-    constants = front.constants(x, conv, extra, position)
-    B, T = x.shape[0], x.shape[1] - extra
-    spans = B * -(-T // constants["SPAN"])
-    front_kernel[front.grid(spans)](
+    _, grid, constants = front.launch(x, conv, extra, position)
+    front_kernel[grid](
         x,
         conv,
         position,
@@ -142,8 +151,8 @@ def _front(
         beta if delta else None,
         gone if forget != "none" else None,
         gate,
-        B,
-        T,
+        x.shape[0],
+        x.shape[1] - extra,
         **constants,
     )
     return outputs
@@ -178,8 +187,7 @@ def _front_backward(
     x, conv = x.contiguous(), conv.contiguous()
     grads = [grad.contiguous() for grad in grads]
     modes, B, T, X = len(key_dims), x.shape[0], x.shape[1] - extra, x.shape[2]
-    constants = front.constants(x, conv, extra, position)
-    spans = B * -(-T // constants["SPAN"])
+    spans, grid, constants = front.launch(x, conv, extra, position)
     everything = delta and forget != "none" and (query_skip or skips == 0)
     make = x.new_empty if everything else x.new_zeros  # channels that nothing reads have no gradient
     dfused = make(B, T, front.channels)
@@ -188,7 +196,7 @@ def _front_backward(
     if dx.numel() > 0:
         mask = None if mask is None else mask.contiguous()
         dvalues, dbeta, dgone, dgate = grads[2 * modes :]
-        front_gradients_kernel[front.grid(spans)](
+        front_gradients_kernel[grid](
             x,
             conv,
             position,
@@ -238,25 +246,21 @@ _quick_front, _quick_front_backward = quick(_front), quick(_front_backward)
 
 def mix_shape(x: Tensor) -> tuple[int, int, int]:
     """Rows, rows of a program, and blocks of them."""
-    import triton
-
     rows = x.numel() // x.shape[-1]
-    block = max(1, min(BLOCK, 4096 // triton.next_power_of_2(x.shape[-1])))
+    block = max(1, min(BLOCK, 4096 // power_of_two(x.shape[-1])))
     return rows, block, -(-rows // block)
 
 
 @torch.library.custom_op("runningtensor::mix", mutates_args=())
 def _mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
     """`ConcOnlyC.compact` of x [...,D]."""
-    import triton
-
     from runningtensor.layers.kernels import mix_kernel
 
     x, D = x.contiguous(), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], D + 2)
     rows, BR, blocks = mix_shape(x)
     if rows > 0:
-        mix_kernel[(blocks,)](x, taps, out, rows, D=D, LAST=width - 1, BR=BR, DP=triton.next_power_of_2(D))
+        mix_kernel[(blocks,)](x, taps, out, rows, D=D, LAST=width - 1, BR=BR, DP=power_of_two(D))
     return out
 
 
@@ -267,8 +271,6 @@ def _like_mix(x, taps, width):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("runningtensor::mix_backward", mutates_args=())
 def _mix_backward(dout: Tensor, x: Tensor, taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    import triton
-
     from runningtensor.layers.kernels import mix_gradients_kernel
 
     dout, x, D = dout.contiguous(), x.contiguous(), x.shape[-1]
@@ -276,7 +278,7 @@ def _mix_backward(dout: Tensor, x: Tensor, taps: Tensor, width: int) -> tuple[Te
     rows, BR, blocks = mix_shape(x)
     dtaps = x.new_empty(blocks, 3, dtype=torch.float32)
     if rows > 0:
-        constants = dict(D=D, LAST=width - 1, BR=BR, DP=triton.next_power_of_2(D))
+        constants = dict(D=D, LAST=width - 1, BR=BR, DP=power_of_two(D))
         mix_gradients_kernel[(blocks,)](x, taps, dout, dx, dtaps, rows, **constants)
     return dx, dtaps.sum(0).to(taps.dtype)
 
@@ -302,8 +304,6 @@ mix, _quick_mix_backward = quick(_mix), quick(_mix_backward)
 @torch.library.custom_op("runningtensor::gated_norm", mutates_args=())
 def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm(scale x) ⊙ SiLU(gate), over the last dimension of x [...,V]; scale [...]."""
-    import triton
-
     from runningtensor.layers.kernels import norm_kernel
 
     x, gate = x.contiguous(), gate.contiguous()
@@ -321,7 +321,7 @@ def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: fl
             eps,
             V=V,
             BR=BLOCK,
-            VP=triton.next_power_of_2(V),
+            VP=power_of_two(V),
         )
     return out
 
@@ -335,8 +335,6 @@ def _like_norm(x, gate, scale, weight, eps):  # type: ignore[no-untyped-def]
 def _norm_backward(
     dout: Tensor, x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    import triton
-
     from runningtensor.layers.kernels import norm_gradients_kernel
 
     dout, x, gate = dout.contiguous(), x.contiguous(), gate.contiguous()
@@ -361,7 +359,7 @@ def _norm_backward(
             eps,
             V=V,
             BR=BLOCK,
-            VP=triton.next_power_of_2(V),
+            VP=power_of_two(V),
         )
     return dx, dgate, dscale, dweight.sum(0).to(weight.dtype)
 

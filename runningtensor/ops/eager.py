@@ -1,4 +1,4 @@
-"""Custom ops without torch's dispatcher: what torch.compile needs of it takes longer than a small kernel runs."""
+"""Little before a kernel: custom ops without torch's dispatcher, which takes longer than a small kernel runs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,3 +50,8 @@ def plain(inputs: Iterable[Any]) -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and all(
         type(x) in PLAIN and not x.is_meta for x in tensors(inputs)
     )
+
+
+def power_of_two(n: int) -> int:
+    """At least n. Triton's own function takes as long as a launch."""
+    return 1 << (n - 1).bit_length()

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from runningtensor.ops.chunk import Inputs
+from runningtensor.ops.eager import power_of_two
 from runningtensor.ops.triton import hopper, hopper_gradients, hopper_pack, hopper_reverse, hopper_scan
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
@@ -38,7 +39,11 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def power(n: int, least: int = 32) -> int:
     # Products of 16 columns read out of bounds on Hopper with Triton before 3.7.1.
-    return max(least, triton.next_power_of_2(n))
+    return max(least, power_of_two(n))
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Shape:
         _, k, _, r, v, beta, log_decay = inputs
         B, T, H, V = v.shape
         starts = None
-        sequences, chunks = B, B * triton.cdiv(T, chunk)
+        sequences, chunks = B, B * cdiv(T, chunk)
         if cu_seqlens is not None:
             sequences = len(cu_seqlens) - 1
             chunks = T // chunk + sequences
@@ -255,7 +260,7 @@ def scan(
 ) -> None:
     v = inputs[4]
     BV = min(64, power(x.V))
-    scan_kernel[(x.sequences * x.H, triton.cdiv(x.V, BV))](
+    scan_kernel[(x.sequences * x.H, cdiv(x.V, BV))](
         *inputs,
         inverse,
         state,
@@ -302,7 +307,7 @@ def backward(
     scan(inputs, x, start_state(initial_state, x, v), inverse, states=states, recalled=recalled, writes=writes)
     dstate = start_state(dfinal, x, v)
     BV = min(64, power(x.V))
-    reverse_kernel[(x.sequences * x.H, triton.cdiv(x.V, BV))](
+    reverse_kernel[(x.sequences * x.H, cdiv(x.V, BV))](
         q,
         k,
         u,
@@ -459,8 +464,8 @@ def step(
     out = torch.empty_like(v)
     wide = K * R > 1024
     BV = min(16 if wide else 64, power(V, 16))
-    D1 = triton.next_power_of_2(K * R + 1) // 2 if K * R > 16 else 16
-    step_kernel[(B * H, triton.cdiv(V, BV))](
+    D1 = power(K * R + 1) // 2 if K * R > 16 else 16
+    step_kernel[(B * H, cdiv(V, BV))](
         q,
         k,
         u,
