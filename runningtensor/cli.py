@@ -16,6 +16,8 @@ app = typer.Typer(help="Linear attention whose running memory is a tensor.", no_
 bench = typer.Typer(help="Speed and memory, beside the alternatives.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(mqar, name="mqar")
+data = typer.Typer(help="Text as shards of tokens.", no_args_is_help=True)
+app.add_typer(data, name="data")
 console = Console()
 
 
@@ -152,3 +154,29 @@ def errors(
     from runningtensor.bench import errors
 
     raise typer.Exit(not errors.main(out))
+
+
+@data.command()
+def prepare(
+    inputs: Annotated[
+        list[str], typer.Argument(help="Files or folders (.jsonl, .jsonl.gz, .parquet, .txt), or owner/name on the hub.")
+    ],
+    out: Annotated[Path, typer.Argument(help="A folder, which gets the shards.")],
+    config: Annotated[str, typer.Option(help="Of a data set on the hub, such as sample-100BT.")] = "default",
+    field: Annotated[str, typer.Option(help="Where the text is, in .jsonl and .parquet.")] = "text",
+    validation: Annotated[float, typer.Option(help="The fraction of documents held out.")] = 0.005,
+    workers: Annotated[int | None, typer.Option(help="Processes; else one a core.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or a name on the hub; else Mistral's.")] = None,
+) -> None:
+    """Tokenise text for pretraining. Stopped or killed, it goes on when it is called again."""
+    from transformers import AutoTokenizer
+
+    from runningtensor.pretrain.data import prepare
+
+    chosen = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else None
+    try:
+        meta = prepare(inputs, out, chosen, config=config, field=field, validation=validation, workers=workers)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    for split in "train", "validation":
+        console.print(f"{split}: {meta[split]['documents']:,} documents, {meta[split]['tokens']:,} tokens")

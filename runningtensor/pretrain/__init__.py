@@ -1,0 +1,1 @@
+"""Pretraining of language models: the tokenizer and the data."""
