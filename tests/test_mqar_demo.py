@@ -50,6 +50,30 @@ def test_an_interrupted_demo_tells_what_there_is(monkeypatch, tmp_path):
     assert (tmp_path / "demo.png").exists()
 
 
+def leaves(run, pipe):
+    pipe.send(result(run, 0.5))
+
+
+def test_a_demo_whose_processes_die_tells_what_there_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "lane", leaves)
+    console = told()
+    assert len(demo(tmp_path, console, steps=100, minutes=1)) == 3
+    assert "has died" in console.file.getvalue() and "50.0%" in console.file.getvalue()
+    assert (tmp_path / "demo.csv").exists() and (tmp_path / "demo.png").exists()
+
+
+def test_no_model_stops_before_the_race_does():
+    assert all(run.stop_at > 1 for run in RUNS.values())
+
+
+def test_the_race_is_over_when_a_model_has_failed():
+    race = Race(RUNS, minutes=1)
+    race.results = [result(run, 0.1) for run in RUNS.values()]
+    assert not race.over
+    race.results[2].failed = "the loss was not finite"
+    assert race.over
+
+
 def result(run, *accuracies):
     return Result(run, 1, 1, "", [Point(20 * (i + 1), 1.0, accuracy, 1.0) for i, accuracy in enumerate(accuracies)])
 

@@ -1,5 +1,6 @@
 """A report says what was run, beside what was published, and nothing else."""
 
+import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -12,7 +13,7 @@ from runningtensor.mqar.data import Task
 from runningtensor.mqar.grids import Cell, capacity, table1
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
-from runningtensor.mqar.sweep import failure
+from runningtensor.mqar.sweep import Store, failure
 
 ORIGIN = {"device": "NVIDIA H200", "torch": "2.13.0", "commit": "abc1234"}
 
@@ -96,6 +97,17 @@ def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
     assert "paper: 934k, 333.5 ms" in text
 
 
+def test_a_run_that_is_there_twice_is_one_run(tmp_path):
+    text, _ = printed("table1", [failure(cell("GLA").runs[0], "killed"), result(cell("GLA").runs[0], 0.9)], tmp_path)
+    assert "1 runs on NVIDIA H200" in text
+
+
+def test_without_matplotlib_there_is_a_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text, _ = printed("table1", [result(cell("GLA").runs[0], 0.9)], tmp_path)
+    assert "90.00" in text and "pip install matplotlib" in text and not (tmp_path / "table1.png").exists()
+
+
 def test_results_of_another_protocol_are_left_out_and_this_is_said(tmp_path):
     other = replace(cell("GLA").runs[0], steps=7)
     text, summaries = printed("table1", [result(other, 0.9)], tmp_path)
@@ -170,13 +182,37 @@ def test_train_appends_its_record_to_a_file(tmp_path):
     (
         (("train", *SMALL, "--train-on", "16x2"), "train_on must be"),
         (("train", "--mixer", "lstm"), "mixer must be one of"),
+        (("train", *SMALL, "--options", "[1]"), "options must be a JSON object"),
+        (("train", *SMALL, "--options", "{"), "options must be a JSON object"),
+        (("train", *SMALL, "--options", '{"nonsense": 1}'), "nonsense"),
+        (("train", *SMALL, "--out", "/dev/null/runs.jsonl"), "/dev/null"),
         (("sweep", "table1", "--jobs", "0"), "jobs must be at least 1"),
-        (("sweep", "table9"), "table9"),
+        (("report", "table1", "--out", "{tmp}"), "line 1 is none"),
     ),
 )
-def test_wrong_words_are_refused(words, says, tmp_path):
-    done = command(*words)
-    assert done.exit_code == 2 and says in done.output
+def test_wrong_words_are_refused_in_one_line(words, says, tmp_path):
+    (tmp_path / "table1.jsonl").write_text("nonsense\n")
+    done = command(*(tmp_path if word == "{tmp}" else word for word in words))
+    assert done.exit_code == 1 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_a_grid_that_is_not_there_is_no_word():
+    done = command("sweep", "table9")
+    assert done.exit_code == 2 and "table9" in done.output
+
+
+def test_train_writes_nothing_but_its_record_to_its_output():
+    done = command("train", *SMALL, "--steps", 1, "--test-count", 4)
+    assert from_json(done.stdout).run.steps == 1 and "step" in done.stderr
+
+
+def test_a_run_whose_file_is_taken_at_the_end_is_not_lost(tmp_path, monkeypatch):
+    path, kept = tmp_path / "runs.jsonl", []
+    monkeypatch.setattr(Store, "close", lambda store: kept.append(store))  # so that the first look has it open still
+    done = command("train", *SMALL, "--steps", 1, "--test-count", 4, "--out", path)
+    kept[0].file.close()
+    assert done.exit_code == 1 and "another has" in done.stderr
+    assert from_json(done.stdout).run.steps == 1
 
 
 def test_report_is_a_command(tmp_path):

@@ -179,6 +179,28 @@ def test_a_line_that_is_no_result_is_not_passed_over(path):
         read(path)
 
 
+@pytest.mark.parametrize("line", (b"null", b"[1]", b"3", b'{"run": {"options": []}, "curve": []}', b"\xff\xfe"))
+def test_what_is_no_result_is_named_by_file_and_line(path, line):
+    path.write_bytes(to_json(result(run(0), 0.1)).encode() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=r"grid\.jsonl .* line 2 is none"):
+        read(path)
+
+
+@pytest.mark.parametrize("text", (b"my notes", b"my notes\nand more", b'{"id": 3}', b"3", b"\xff\n{"))
+def test_a_file_that_is_not_of_a_sweep_is_left_alone(path, text):
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=r"grid\.jsonl must hold"):
+        Store(path)
+    assert path.read_bytes() == text
+
+
+def test_a_failure_may_say_anything(path):
+    text = StringIO()
+    start = Pretended({0: sweeping.failure(run(0), "[/nonsense] [red]")})
+    run_cells(cells((0,)), path, start, console=Console(file=text, width=200))
+    assert "[/nonsense] [red]" in text.getvalue()
+
+
 def test_two_sweeps_do_not_write_one_file(path):
     store = Store(path)
     with pytest.raises(ValueError, match="one sweep at a time"):
@@ -208,6 +230,14 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
     *_, here = train(run(3), torch.device("cpu"))
     assert found[3].run == here.run and found[3].finished and not found[3].failed
     assert [point.loss for point in found[3].curve] == [point.loss for point in here.curve]
+
+
+def test_a_result_that_was_cut_off_is_a_failure():
+    worker = Worker(run(0), "cpu")
+    worker.process.kill()
+    worker.process.wait()
+    os.pwrite(worker.output.fileno(), b'\nRESULT {"id": "12\n', 0)
+    assert worker.poll().failed.startswith("killed by SIGKILL: its result cannot be read")
 
 
 KILLED = """

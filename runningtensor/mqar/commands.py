@@ -1,15 +1,28 @@
 """`runningtensor mqar`: one run, a grid of runs, and the tables they fill."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(help="Recall of key-value pairs: one run, the paper's grids, its tables.", no_args_is_help=True)
-console = Console()
+console, aside = Console(), Console(stderr=True)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What the user can mend is said in one line, without a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        aside.print(f"[red]{escape(' '.join(str(error).split()))}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 class Grid(StrEnum):
@@ -24,6 +37,7 @@ DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there 
 
 
 @app.command()
+@plainly()
 def train(
     mixer: Annotated[str, typer.Option(help="running_tensor, gated_deltanet, attention, …")] = "running_tensor",
     options: Annotated[str, typer.Option(help="Of the mixer, as JSON.")] = "{}",
@@ -57,6 +71,7 @@ def train(
 
     from runningtensor.mqar import train as training
     from runningtensor.mqar.data import Task
+    from runningtensor.mqar.mixers import MIXERS
     from runningtensor.mqar.record import Run, to_json
     from runningtensor.mqar.sweep import Store
 
@@ -67,51 +82,64 @@ def train(
         return Task(int(tokens), int(pairs), vocab_size, random_filler=random_filler)
 
     try:
-        test = task(f"{length}/{pairs}")
-        run = Run(
-            mixer,
-            {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(options).items()},
-            tuple(map(task, train_on.split(","))) if train_on else (test,),
-            test,
-            lr=lr,
-            seed=seed,
-            steps=steps,
-            batch=batch,
-            tokens_a_step=tokens_a_step,
-            schedule=schedule,
-            d_model=d_model,
-            layers=layers,
-            embedding_std=embedding_std,
-            weight_decay=weight_decay,
-            dtype=dtype,
-            test_every=test_every,
-            test_count=test_count,
-            stop_at=stop_at,
-        )
-        if out:
-            Store(out).close()  # before the run: what cannot take its record is better known now
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        chosen = json.loads(options)
+    except ValueError:
+        chosen = None
+    if not isinstance(chosen, dict):
+        raise ValueError(f"options must be a JSON object, but were {options!r}")
+    test = task(f"{length}/{pairs}")
+    run = Run(
+        mixer,
+        {name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()},
+        tuple(map(task, train_on.split(","))) if train_on else (test,),
+        test,
+        lr=lr,
+        seed=seed,
+        steps=steps,
+        batch=batch,
+        tokens_a_step=tokens_a_step,
+        schedule=schedule,
+        d_model=d_model,
+        layers=layers,
+        embedding_std=embedding_std,
+        weight_decay=weight_decay,
+        dtype=dtype,
+        test_every=test_every,
+        test_count=test_count,
+        stop_at=stop_at,
+    )
+    # Before the run: what cannot be made, or cannot take its record, is better known now.
+    try:
+        MIXERS[mixer](d_model, **run.options)
+    except TypeError as error:
+        raise ValueError(f"options must fit {mixer}, but were {options}: {error}") from error
+    if out:
+        Store(out).close()
     on = torch.device(device) if device else None
     for result in training.train(run, on, graph):
         point = result.curve[-1]
-        console.print(
+        aside.print(
             f"step {point.step:>6,} of {steps:,}  loss {point.loss:6.3f}  accuracy {100 * point.accuracy:6.2f}  "
             f"macro-F1 {100 * point.macro_f1:6.2f}  {result.ms_a_step:.1f} ms/step  {point.seconds:.0f} s",
             highlight=False,
             soft_wrap=True,
         )
     if out:
-        store = Store(out)
-        store.add(result)
-        store.close()
-        console.print(f"Appended to {out}")
+        try:
+            store = Store(out)
+            store.add(result)
+            store.close()
+        except (ValueError, OSError):  # another has it open now, or the disk is full
+            print(to_json(result))
+            raise
+        aside.print(f"Appended to {escape(str(out))}")
     else:
         print(to_json(result))
     raise typer.Exit(bool(result.failed))
 
 
 @app.command()
+@plainly()
 def sweep(
     grid: Annotated[Grid, typer.Argument(help="What to run.")],
     minutes: Annotated[float | None, typer.Option(help="After these, runs under way are stopped.")] = None,
@@ -127,25 +155,23 @@ def sweep(
     """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""
     from runningtensor.mqar import sweep as runner
 
-    try:
-        runner.sweep(
-            grid.value,
-            minutes,
-            jobs,
-            out,
-            lengths=length or (),
-            only=only,
-            ray=ray,
-            device=device,
-            all_runs=all_runs,
-            retry=retry,
-            console=console,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    runner.sweep(
+        grid.value,
+        minutes,
+        jobs,
+        out,
+        lengths=length or (),
+        only=only,
+        ray=ray,
+        device=device,
+        all_runs=all_runs,
+        retry=retry,
+        console=console,
+    )
 
 
 @app.command()
+@plainly()
 def report(
     grid: Annotated[Grid, typer.Argument(help="Which table.")],
     out: OUT = Path("results/mqar"),

@@ -44,6 +44,7 @@ TENSOR = Run(
     batch=128,
     test_every=20,
     test_count=256,
+    stop_at=2.0,  # never: the race says when it is over
 )
 RUNS = {
     "RunningTensor": TENSOR,
@@ -75,7 +76,7 @@ class Row(Provenance):
 
 
 def demo(out: Path, console: Console, *, steps: int, minutes: float, seed: int = 0) -> list[Result]:
-    """Runs the race, shows it, and writes its curves and their figure: of what there is, if it is interrupted."""
+    """Runs the race, shows it, and writes its curves and their figure: of what there is, if it is cut short."""
     race = Race({name: replace(run, steps=steps, seed=seed) for name, run in RUNS.items()}, minutes)
     live = Live(get_renderable=race.board, console=console, refresh_per_second=2, transient=True)
     console.print(
@@ -90,7 +91,14 @@ def demo(out: Path, console: Console, *, steps: int, minutes: float, seed: int =
                     console.print(race.line(), soft_wrap=True)
     except KeyboardInterrupt:
         console.print("Interrupted.")
+    except Died as error:
+        if not race.results:
+            raise
+        console.print(f"[red]{error}[/]; this is how far all had come.")
     if race.results:
+        for name, result in race.named():
+            if result.failed:
+                console.print(f"[red]{name}: {result.failed}[/]")
         console.print(race.summary())
         table, figure = out / "demo.csv", out / "demo.png"
         write(table, race.rows(), Row)
@@ -109,6 +117,10 @@ def lane(run: Run, pipe: Connection) -> None:
     for result in train(run, torch.device("cpu")):
         pipe.send(result)
         pipe.recv()
+
+
+class Died(RuntimeError):
+    """A model's process is no more."""
 
 
 class Race:
@@ -134,12 +146,12 @@ class Race:
                 processes[-1].start()
                 theirs.close()  # if it were open here too, the death of the process would not be heard
             while not self.over:
-                for pipe in pipes if self.results else ():
-                    pipe.send("go on")
                 try:
+                    for pipe in pipes if self.results else ():
+                        pipe.send("go on")
                     self.results = [pipe.recv() for pipe in pipes]
-                except EOFError:
-                    raise RuntimeError("a model's process has died; what it said is above") from None
+                except (EOFError, ConnectionError):  # a broken pipe is one of the latter
+                    raise Died("A model's process has died") from None
                 self.tested = time.perf_counter()
                 yield
         finally:
@@ -161,7 +173,8 @@ class Race:
             return False
         last = self.results[0].curve[-TESTS:]
         good = len(last) == TESTS and min(point.accuracy for point in last) >= GOOD
-        return good or self.step >= self.steps or self.seconds > 60 * self.minutes
+        failed = any(result.failed for result in self.results)  # it has ended, and would answer no more
+        return good or failed or self.step >= self.steps or self.seconds > 60 * self.minutes
 
     def progress(self) -> str:
         if not self.results:

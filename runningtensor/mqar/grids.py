@@ -70,7 +70,8 @@ ABLATIONS: dict[str, dict[str, object]] = {
     "matrix + OneLinear": {**MATRIX, "projection": "linear"},
 }
 TABLE2: dict[str, Options] = {name: ("running_tensor", options) for name, options in ABLATIONS.items()}
-SIZES = {2: (24, 96, 384, 624), 3: (8, 12, 16, 20), 4: (4, 5, 6, 8)}  # of a key mode, for states up to 131k floats
+# Of a key mode, for states up to about 131k floats.
+SIZES = {2: (24, 96, 384, 624), 3: (8, 12, 16, 20), 4: (4, 5, 6, 8)}
 CAPACITY: dict[str, Options] = {
     "RunningTensor": TABLE1["RunningTensor"],
     "Gated DeltaNet, 131k state": GATED_131K,

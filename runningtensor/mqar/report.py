@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.box import MARKDOWN, SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
@@ -122,12 +123,19 @@ def report(
     summaries = summarize(name, cells, results)
     show(name, summaries, console, markdown)
     known = {identity(run) for cell in cells for run in cell.runs}
-    used = [result for result in results if identity(result.run) in known]
-    console.print(origin(used), highlight=False)
-    if len(used) < len(results):
-        console.print(f"{len(results) - len(used)} results of {path} are of another protocol and are left out.")
+    found = {identity(result.run): result for result in results}  # one that is there twice counts last
+    used = [result for key, result in found.items() if key in known]
+    console.print(escape(origin(used)), highlight=False)
+    if len(used) < len(found):
+        console.print(
+            f"{len(found) - len(used)} results of {escape(str(path))} are of another protocol and are left out."
+        )
     if used:
-        console.print(f"Wrote {draw(name, summaries, out / f'{name}.png', origin(used))}")
+        try:
+            figure = draw(name, summaries, out / f"{name}.png", origin(used))
+            console.print(f"Wrote {escape(str(figure))}")
+        except ModuleNotFoundError:
+            console.print("For a figure of it, pip install matplotlib")
     return summaries
 
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.bench.provenance import commit, cores
@@ -49,21 +50,27 @@ class Store:
         except BlockingIOError:
             self.file.close()
             raise ValueError(f"results must be written by one sweep at a time, but another has {path} open") from None
-        self.mend()
-        self.found = {identity(result.run): result for result in read(path)}
+        try:
+            self.found = {identity(result.run): result for result in read(path)}
+            self.mend()
+        except BaseException:
+            self.close()
+            raise
 
     def mend(self) -> None:
-        """Of a last line that was cut off, nothing is left, unless only its end is missing."""
+        """Of a last line that was cut off, nothing is left, unless only its end is missing; all others are results."""
         self.file.seek(0)
         *_, torn = self.file.read().split(b"\n")
-        if torn:
-            try:
-                json.loads(torn)
-            except ValueError:
-                self.file.truncate(self.file.seek(0, os.SEEK_END) - len(torn))
-            else:
-                self.file.write(b"\n")
-            self.file.flush()
+        if not torn:
+            return
+        try:
+            parsed(torn.decode(errors="replace"))
+            self.file.write(b"\n")
+        except ValueError as error:
+            if not (torn.startswith(b'{"id"') and isinstance(error, json.JSONDecodeError)):
+                raise ValueError(f"{self.path} must hold results, but its last line is none: {error}") from error
+            self.file.truncate(self.file.seek(0, os.SEEK_END) - len(torn))
+        self.file.flush()
 
     def add(self, result: Result) -> None:
         self.file.write(to_json(result).encode() + b"\n")
@@ -75,16 +82,24 @@ class Store:
         self.file.close()
 
 
+def parsed(line: str) -> Result:
+    """A line's result; a ValueError, whatever else it is."""
+    try:
+        return from_json(line)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
 def read(path: Path) -> list[Result]:
     """What was finished, in the order it was; a last line that was cut off is left out."""
     if not path.exists():
         return []
     results = []
-    *lines, last = path.read_text().split("\n")
+    *lines, last = path.read_text("utf-8", errors="replace").split("\n")
     for number, line in enumerate([*lines, last], 1):
         try:
-            results.extend([from_json(line)] if line else [])
-        except (ValueError, KeyError, TypeError) as error:
+            results.extend([parsed(line)] if line else [])
+        except ValueError as error:
             if number <= len(lines):
                 raise ValueError(
                     f"{path} must hold a result in each line, but line {number} is none: {error}"
@@ -161,10 +176,13 @@ class Worker:
             return None
         lines = self.lines()
         self.close()
-        if found := [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]:
-            return from_json(found[-1])
-        words = [line.strip() for line in lines if line.strip() and not line.startswith(PROGRESS)]
         why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+        if found := [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]:
+            try:
+                return parsed(found[-1])
+            except ValueError as error:  # it died in the middle of it
+                return failure(self.run, f"{why}: its result cannot be read: {error}")
+        words = [line.strip() for line in lines if line.strip() and not line.startswith(PROGRESS)]
         return failure(self.run, ": ".join((why, *words[-1:])))
 
     def kill(self) -> None:
@@ -341,7 +359,7 @@ def run_cells(
     try:
         plan = Plan(cells, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
-        console.print(f"{len(plan.runs)} runs, {len(plan.left())} of them left; results in {path}")
+        console.print(f"{len(plan.runs)} runs, {len(plan.left())} of them left; results in {escape(str(path))}")
         with Live(get_renderable=board.show, console=console, transient=True) if console.is_terminal else nullcontext():
             while (left := plan.left()) and time.monotonic() < deadline:
                 for key in active.keys() - set(left):  # a better run has made it needless
@@ -371,7 +389,7 @@ class Board:
 
     def line(self, key: str, result: Result) -> str:
         if result.failed:
-            return f"[red]failed[/] {self.plan.name(key)}: {result.failed}"
+            return f"[red]failed[/] {self.plan.name(key)}: {escape(result.failed)}"
         scores = [result.at(task.length) for task in result.run.tests]
         found = " ".join(f"{100 * score.accuracy:.2f}" for score in scores if score)
         return f"{found:>6} {self.plan.name(key)}: {result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
