@@ -54,6 +54,7 @@ def launch_all(shape: tuple[int, ...], *rule: int) -> None:
 
     FakeTensor.data_ptr = lambda _: 0  # aligned, as all that torch allocates
     FakeTensor.__setitem__ = lambda *_: None  # torch without CUDA cannot
+    torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda _: (9, 0)
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
 

@@ -53,3 +53,11 @@ def test_fake_tensors_stay_fake():
         x = [torch.empty(1, 9, 2, width) for width in (3, 3, 2, 2, 4)]
         out = outputs(*x)
     assert out.shape == (1, 9, 2, 4) and out.fake_mode is mode
+
+
+def test_packed_sequences_under_inference_mode():
+    x = [x.detach() for x in inputs()]
+    want = running_tensor((x[0], x[2]), (x[1], x[3]), x[4], cu_seqlens=torch.tensor([0, 4, 9]))[0]
+    with torch.inference_mode():
+        got = running_tensor((x[0], x[2]), (x[1], x[3]), x[4], cu_seqlens=torch.tensor([0, 4, 9]))[0]
+    assert torch.equal(got, want)

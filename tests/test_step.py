@@ -95,3 +95,11 @@ def test_autocast_does_not_lower_the_precision_of_a_step():
     with torch.autocast("cpu", torch.bfloat16):
         out = step(x, 0, states[0])
     near((out, states[0]), (step(x, 0, states[1]), states[1]), 0)
+
+
+@pytest.mark.parametrize("empty", ("B", "H", "V"))
+def test_nothing_is_a_step_too(empty):
+    B, H, V = (0 if name == empty else 2 for name in "BHV")
+    q, k, u, r = (torch.ones(B, H, 3) for _ in range(4))
+    out = running_tensor_step((q, u), (k, r), torch.ones(B, H, V), torch.zeros(B, H, 3, 3, V), beta=torch.ones(B, H))
+    assert out.shape == (B, H, V)

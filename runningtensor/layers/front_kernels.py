@@ -1,15 +1,15 @@
-"""The front end of the layer and its gated norm as Triton kernels: what running_tensor.py computes in a dozen passes.
+"""The front end of the layer as Triton kernels: what running_tensor.py computes in a dozen passes.
 
-`mix_kernel` mixes the channels of x. `front_kernel` reads the result, repeats channels, convolves them over time and
-forms queries, keys, values and gates; nothing as wide as the projection is written. Backward, `front_gradients_kernel`
-does that again and goes back through the convolution, and `input_gradients_kernel` adds up the copies of each channel.
+`front_kernel` reads what a projection's `compact` gives, repeats channels, convolves them over time and forms queries,
+keys, values and gates; nothing as wide as the projection is written. Backward, `front_gradients_kernel` does that again
+and goes back through the convolution, and `input_gradients_kernel` adds up the copies of each channel.
 
 A program of the two has R rows; a row is a head and walks through SPAN tokens, forward or back, with the tokens that
 the convolution needs in registers, so that each is read once. Its channels lie in N pieces of W lanes, and a gate that
 goes with them in one more, the same in all lanes: sums over a head then stay within a few threads, and all of them
 know the gate. Sums over tokens are left in one row for each span, to be added in one order.
 
-x [·,X] is what a projection's `compact` gives: channel c of d_fused is column c % D, but for the first and the last,
+x [·,X] is the compact form: channel c of d_fused is column c % D, but for the first and the last,
 which have columns of their own where channels are mixed (X = D + 2), for there the mixing ends.
 """
 

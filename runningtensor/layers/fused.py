@@ -1,4 +1,4 @@
-"""kernels.py as differentiable ops, `mix`, `front` and `gated_norm`, and whether they can be used."""
+"""The layer's kernels as differentiable ops, `front`, `mix` and `gated_norm`, and whether they can be used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runningtensor.ops.eager import power_of_two, quick
+from runningtensor.ops.eager import on_device, power_of_two, quick
 from runningtensor.ops.interface import triton_refuses
 
-BLOCK = 32  # rows of a program that mixes or norms
+BLOCK = 32  # rows of a program that mixes or norms, fewer if they are wide
 LANES, SPAN = 128, 64  # of a program of the front end, and how many tokens it walks through
 
 
@@ -140,21 +140,22 @@ def _front(
     modes = len(key_dims)
     queries, keys, (values, beta, gone, gate) = outputs[:modes], outputs[modes : 2 * modes], outputs[2 * modes :]
     _, grid, constants = front.launch(x, conv, extra, position)
-    front_kernel[grid](
-        x,
-        conv,
-        position,
-        None if mask is None else mask.contiguous(),
-        tuple(queries),
-        tuple(keys),
-        values,
-        beta if delta else None,
-        gone if forget != "none" else None,
-        gate,
-        x.shape[0],
-        x.shape[1] - extra,
-        **constants,
-    )
+    with on_device(x):
+        front_kernel[grid](
+            x,
+            conv,
+            position,
+            None if mask is None else mask.contiguous(),
+            tuple(queries),
+            tuple(keys),
+            values,
+            beta if delta else None,
+            gone if forget != "none" else None,
+            gate,
+            x.shape[0],
+            x.shape[1] - extra,
+            **constants,
+        )
     return outputs
 
 
@@ -192,32 +193,34 @@ def _front_backward(
     make = x.new_empty if everything else x.new_zeros  # channels that nothing reads have no gradient
     dfused = make(B, T, front.channels)
     dconv = make(spans, *conv.shape, dtype=torch.float32)
-    dx = dfused if front.channels == X else x.new_empty(B, T, X)
+    dx = dfused if period == front.channels == X else x.new_empty(B, T, X)  # else columns are copied or moved
     if dx.numel() > 0:
         mask = None if mask is None else mask.contiguous()
         dvalues, dbeta, dgone, dgate = grads[2 * modes :]
-        front_gradients_kernel[grid](
-            x,
-            conv,
-            position,
-            mask,
-            tuple(grads[:modes]),
-            tuple(grads[modes : 2 * modes]),
-            dvalues,
-            dbeta if delta else None,
-            dgone if forget != "none" else None,
-            dgate,
-            dfused,
-            dconv,
-            B,
-            T,
-            C=conv.shape[0],
-            **constants,
-        )
+        with on_device(x):
+            front_gradients_kernel[grid](
+                x,
+                conv,
+                position,
+                mask,
+                tuple(grads[:modes]),
+                tuple(grads[modes : 2 * modes]),
+                dvalues,
+                dbeta if delta else None,
+                dgone if forget != "none" else None,
+                dgate,
+                dfused,
+                dconv,
+                B,
+                T,
+                C=conv.shape[0],
+                **constants,
+            )
     if dx is not dfused and dx.numel() > 0:
         BR, BD = 16, 64
         grid = (-(-B * T // BR), -(-X // BD))
-        input_gradients_kernel[grid](dfused, dx, B * T, D=period, X=X, F=front.channels, BR=BR, BD=BD)
+        with on_device(x):
+            input_gradients_kernel[grid](dfused, dx, B * T, D=period, X=X, F=front.channels, BR=BR, BD=BD)
     return dx, dconv.sum(0).to(conv.dtype)
 
 
@@ -228,13 +231,16 @@ def _like_front_backward(grads, x, conv, extra, *rest):  # type: ignore[no-untyp
 
 def _save_front(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, conv, ctx.extra, position, mask, *ctx.shape = inputs
-    ctx.save_for_backward(x, conv, position, mask, *output)
+    ctx.save_for_backward(x, conv, position, mask)
 
 
 def _front_gradients(ctx, grads):  # type: ignore[no-untyped-def]
-    x, conv, position, mask, *outputs = ctx.saved_tensors
-    grads = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
-    dx, dconv = _quick_front_backward(grads, x, conv, ctx.extra, position, mask, *ctx.shape)
+    x, conv, position, mask = ctx.saved_tensors
+    if any(grad is None for grad in grads):
+        period, key_dims, *rest = ctx.shape
+        outputs = Front(period, tuple(key_dims), *rest).outputs(x, ctx.extra)
+        grads = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
+    dx, dconv = _quick_front_backward(list(grads), x, conv, ctx.extra, position, mask, *ctx.shape)
     if ctx.extra > 0:  # what a cache holds has no gradient
         dx = torch.nn.functional.pad(dx, (0, 0, ctx.extra, 0))
     return dx, dconv, *[None] * (3 + len(ctx.shape))
@@ -244,7 +250,7 @@ _front.register_autograd(_front_gradients, setup_context=_save_front)
 _quick_front, _quick_front_backward = quick(_front), quick(_front_backward)
 
 
-def mix_shape(x: Tensor) -> tuple[int, int, int]:
+def blocks_of(x: Tensor) -> tuple[int, int, int]:
     """Rows, rows of a program, and blocks of them."""
     rows = x.numel() // x.shape[-1]
     block = max(1, min(BLOCK, 4096 // power_of_two(x.shape[-1])))
@@ -258,9 +264,10 @@ def _mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
 
     x, D = x.contiguous(), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], D + 2)
-    rows, BR, blocks = mix_shape(x)
+    rows, BR, blocks = blocks_of(x)
     if rows > 0:
-        mix_kernel[(blocks,)](x, taps, out, rows, D=D, LAST=width - 1, BR=BR, DP=power_of_two(D))
+        with on_device(x):
+            mix_kernel[(blocks,)](x, taps, out, rows, D=D, LAST=width - 1, BR=BR, DP=power_of_two(D))
     return out
 
 
@@ -275,11 +282,12 @@ def _mix_backward(dout: Tensor, x: Tensor, taps: Tensor, width: int) -> tuple[Te
 
     dout, x, D = dout.contiguous(), x.contiguous(), x.shape[-1]
     dx = torch.empty_like(x)
-    rows, BR, blocks = mix_shape(x)
+    rows, BR, blocks = blocks_of(x)
     dtaps = x.new_empty(blocks, 3, dtype=torch.float32)
     if rows > 0:
         constants = dict(D=D, LAST=width - 1, BR=BR, DP=power_of_two(D))
-        mix_gradients_kernel[(blocks,)](x, taps, dout, dx, dtaps, rows, **constants)
+        with on_device(x):
+            mix_gradients_kernel[(blocks,)](x, taps, dout, dx, dtaps, rows, **constants)
     return dx, dtaps.sum(0).to(taps.dtype)
 
 
@@ -308,21 +316,22 @@ def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: fl
 
     x, gate = x.contiguous(), gate.contiguous()
     out = torch.empty_like(x)
+    rows, BR, blocks = blocks_of(x)
     V = x.shape[-1]
-    rows = x.numel() // V
     if rows > 0:
-        norm_kernel[(-(-rows // BLOCK),)](
-            x,
-            gate,
-            None if scale is None else scale.contiguous(),
-            weight,
-            out,
-            rows,
-            eps,
-            V=V,
-            BR=BLOCK,
-            VP=power_of_two(V),
-        )
+        with on_device(x):
+            norm_kernel[(blocks,)](
+                x,
+                gate,
+                None if scale is None else scale.contiguous(),
+                weight,
+                out,
+                rows,
+                eps,
+                V=V,
+                BR=BR,
+                VP=power_of_two(V),
+            )
     return out
 
 
@@ -338,29 +347,29 @@ def _norm_backward(
     from runningtensor.layers.kernels import norm_gradients_kernel
 
     dout, x, gate = dout.contiguous(), x.contiguous(), gate.contiguous()
+    rows, BR, blocks = blocks_of(x)
     V = x.shape[-1]
-    rows = x.numel() // V
-    blocks = -(-rows // BLOCK)
     dx, dgate = torch.empty_like(x), torch.empty_like(gate)
     dscale = x.new_empty(0) if scale is None else torch.empty_like(scale, memory_format=torch.contiguous_format)
     dweight = x.new_empty(blocks, V, dtype=torch.float32)
     if rows > 0:
-        norm_gradients_kernel[(blocks,)](
-            x,
-            gate,
-            None if scale is None else scale.contiguous(),
-            weight,
-            dout,
-            dx,
-            dgate,
-            dscale,
-            dweight,
-            rows,
-            eps,
-            V=V,
-            BR=BLOCK,
-            VP=power_of_two(V),
-        )
+        with on_device(x):
+            norm_gradients_kernel[(blocks,)](
+                x,
+                gate,
+                None if scale is None else scale.contiguous(),
+                weight,
+                dout,
+                dx,
+                dgate,
+                dscale,
+                dweight,
+                rows,
+                eps,
+                V=V,
+                BR=BR,
+                VP=power_of_two(V),
+            )
     return dx, dgate, dscale, dweight.sum(0).to(weight.dtype)
 
 

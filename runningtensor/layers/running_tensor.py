@@ -17,6 +17,7 @@ from runningtensor.layers.fused import Front, front, usable
 from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
 from runningtensor.layers.projections import PROJECTIONS
 from runningtensor.ops import running_tensor, running_tensor_step
+from runningtensor.ops.interface import check_tensor, require
 
 TAU = 16  # of the forget gate, as in gated linear attention
 FORGET = ("telescoping", "cumulative", "none")
@@ -137,6 +138,9 @@ class RunningTensor(nn.Module):
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if cu_seqlens is not None and (attention_mask is not None or cache is not None):
             raise ValueError("cu_seqlens must be None where there is an attention_mask or a cache: it has no padding")
+        if cu_seqlens is not None:
+            check_tensor("cu_seqlens", cu_seqlens, ["N+1"], (torch.int32, torch.int64), hidden_states.device)
+            require(len(cu_seqlens) > 0, "cu_seqlens", "an empty tensor", "[0, …, T]")
         window, state = cache.read() if cache is not None else (None, None)
 
         mask = order = None

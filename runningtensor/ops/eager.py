@@ -1,6 +1,7 @@
 """Little before a kernel: custom ops without torch's dispatcher, which takes longer than a small kernel runs."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def quick(op: Any) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not plain(inputs):
             return op(*inputs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors(inputs)):
-            return Function.apply(*inputs)
+            return Function.apply(*inputs) if op._backward_fn is not None else op(*inputs)
         return op._init_fn(*inputs)
 
     return call
@@ -47,9 +48,15 @@ def tensors(inputs: Iterable[Any]) -> list[Tensor]:
 
 
 def plain(inputs: Iterable[Any]) -> bool:
-    return torch._C._len_torch_dispatch_stack() == 0 and all(
-        type(x) in PLAIN and not x.is_meta for x in tensors(inputs)
-    )
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(x) in PLAIN and not x.is_meta for x in tensors(inputs))
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current GPU, wherever the tensors are; to change it takes time, and is rarely needed."""
+    here = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(x.device)
 
 
 def power_of_two(n: int) -> int:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from runningtensor.ops import chunk, reference
-from runningtensor.ops.eager import quick
+from runningtensor.ops.eager import on_device, quick
 
 BACKENDS = ("auto", "triton", "torch", "recurrent")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -145,7 +145,8 @@ def state_dtype(values: Tensor) -> torch.dtype:
 
 def check_packing(cu_seqlens: Tensor, T: int) -> list[int]:
     """Reads the numbers, so it runs inside the op and not where torch.compile traces; once for each tensor."""
-    seen = _packings.get(cu_seqlens)
+    known = not cu_seqlens.is_inference()  # those have no version, so nobody knows if they are what they were
+    seen = _packings.get(cu_seqlens) if known else None
     if seen is not None and seen[:2] == (cu_seqlens._version, T):
         return seen[2]
     bounds = cu_seqlens.tolist()
@@ -154,11 +155,13 @@ def check_packing(cu_seqlens: Tensor, T: int) -> list[int]:
     for n, (start, end) in enumerate(pairwise(bounds)):
         require(start <= end, "cu_seqlens", f"decreasing from {start} to {end} at {n + 1}", should)
     require(bounds[-1] == T, "cu_seqlens", f"{bounds[-1]} at the end", should)
-    _packings[cu_seqlens] = (cu_seqlens._version, T, bounds)
+    if known:
+        _packings[cu_seqlens] = (cu_seqlens._version, T, bounds)
     return bounds
 
 
-# On a GPU, reading them waits for it: every layer of a model should not.
+# On a GPU, reading them waits for it: every layer of a model should not. What is written to them without torch knowing,
+# through numpy say, is not noticed.
 _packings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -291,7 +294,7 @@ def _forward(
             like[1].zero_()
         return like
     inputs = (q, k, u, r, v, beta, log_decay)
-    with _no_autocast(backend, v):
+    with _context(backend, v):
         out, state, inverse = _module(backend).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
     if state is None:
         state = v.new_empty(0, dtype=state_dtype(v))
@@ -344,7 +347,7 @@ def _backward(
             grads[-1].copy_(dfinal)
     else:
         rows = None if beta is None else inverse
-        with _no_autocast(backend, v):
+        with _context(backend, v):
             grads = _module(backend).backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
     return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
@@ -357,9 +360,9 @@ def _(  # type: ignore[no-untyped-def]
     return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
-def _no_autocast(backend: str, v: Tensor) -> AbstractContextManager[Any]:
-    """The torch backend's products keep their dtype; kernels do anyway, and to say so takes time."""
-    return torch.autocast(v.device.type, enabled=False) if backend == "torch" else nullcontext()
+def _context(backend: str, v: Tensor) -> AbstractContextManager[Any]:
+    """The torch backend's products keep their dtype; kernels do anyway."""
+    return torch.autocast(v.device.type, enabled=False) if backend == "torch" else on_device(v)
 
 
 def _module(backend: str) -> Any:

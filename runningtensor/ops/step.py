@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runningtensor.ops.chunk import kron
-from runningtensor.ops.eager import plain
+from runningtensor.ops.eager import on_device, plain
 from runningtensor.ops.interface import check_inputs, check_tensor, choose, require, state_dtype, two_modes, wrong
 
 WIDEST_KERNEL = 4096  # features: the kernel holds them all in registers
@@ -51,7 +51,7 @@ def running_tensor_step(
         return _kernel_step._init_fn(*inputs)
 
     with torch.autocast(values.device.type, enabled=False):
-        S = state.view(B, H, -1, V)  # the Kronecker view: a matrix rule with κ = k⊗r
+        S = state.view(B, H, k.shape[-1] * r.shape[-1], V)  # the Kronecker view: a matrix rule with κ = k⊗r
         κ, φ = (kron(a.to(S.dtype), b.to(S.dtype))[:, :, None] for a, b in ((k, r), (q, u)))  # [B,H,1,K·R]
         X = values.to(S.dtype)[:, :, None]  # [B,H,1,V]
         if log_decay is not None:
@@ -75,7 +75,8 @@ def _kernel_step(
 ) -> Tensor:
     from runningtensor.ops.triton import launch
 
-    return launch.step(q, k, u, r, v, beta, log_decay, state)
+    with on_device(v):
+        return launch.step(q, k, u, r, v, beta, log_decay, state)
 
 
 @_kernel_step.register_fake
