@@ -159,7 +159,8 @@ def errors(
 @data.command()
 def prepare(
     inputs: Annotated[
-        list[str], typer.Argument(help="Files or folders (.jsonl, .jsonl.gz, .parquet, .txt), or owner/name on the hub.")
+        list[str],
+        typer.Argument(help="Files or folders (.jsonl, .jsonl.gz, .parquet, .txt), or owner/name on the hub."),
     ],
     out: Annotated[Path, typer.Argument(help="A folder, which gets the shards.")],
     config: Annotated[str, typer.Option(help="Of a data set on the hub, such as sample-100BT.")] = "default",
