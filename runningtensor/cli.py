@@ -61,7 +61,7 @@ def selfcheck(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/mqar"),
+    out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("demo"),
     steps: Annotated[int, typer.Option(help="At most.", min=1)] = 600,
     minutes: Annotated[float, typer.Option(help="At most.")] = 4.5,
     seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
