@@ -182,7 +182,7 @@ def _front_backward(
     forget: str,
     gate_conv: bool,
 ) -> tuple[Tensor, Tensor]:
-    from runningtensor.layers.front_kernels import front_gradients_kernel, input_gradients_kernel
+    from runningtensor.layers.front_gradients import front_gradients_kernel, input_gradients_kernel
 
     front = Front(period, tuple(key_dims), value_dim, num_heads, skips, query_skip, delta, forget, gate_conv)
     x, conv = x.contiguous(), conv.contiguous()

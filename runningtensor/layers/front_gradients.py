@@ -1,0 +1,222 @@
+"""The gradients of the front end: what front_kernels.py computes once more, and back.
+
+`front_gradients_kernel` walks through the tokens from last to first and goes back through the convolution;
+`input_gradients_kernel` then adds up the copies of each channel.
+"""
+
+import triton
+import triton.language as tl
+
+from runningtensor.layers.front_kernels import (
+    EPS,
+    TAU,
+    begin,
+    convolved,
+    dot,
+    key_role,
+    lanes,
+    log_sigmoid,
+    silu,
+    silu_gradient,
+    standing,
+    token,
+    value_role,
+    widest,
+    window,
+)
+
+
+@triton.jit
+def walk_back(
+    VALUES: tl.constexpr,
+    WIDEST: tl.constexpr,
+    role,
+    dforget,
+    dbeta,
+    given,
+    SHAPE: tl.constexpr,
+    GATED: tl.constexpr,
+    SLOT: tl.constexpr,
+    TELESCOPING: tl.constexpr,
+):
+    """From the last token to the first. The tokens just after the span are walked through too: the convolution takes
+    their gradients to tokens within it."""
+    second, width, _, _, bare, dout = role
+    x, conv, position, mask, dfused, dconv, B, T = given
+    H: tl.constexpr = SHAPE[0]
+    X: tl.constexpr = SHAPE[2]
+    F: tl.constexpr = SHAPE[3]
+    SIZE: tl.constexpr = SHAPE[4]
+    SPAN: tl.constexpr = SHAPE[5]
+    LANES: tl.constexpr = SHAPE[6]
+    EXTRA: tl.constexpr = SHAPE[7]
+    PACKED: tl.constexpr = SHAPE[8]
+    C: tl.constexpr = SHAPE[9]
+    LAST: tl.constexpr = SPAN + SIZE - 2
+    W: tl.constexpr = lanes(WIDEST)
+    N: tl.constexpr = (WIDEST + W - 1) // W
+    R: tl.constexpr = LANES // W
+    w = tl.arange(0, W)[None, :]
+    h, t, there, x, source, first, row, c, real, taps, at = begin(role, x, conv, B, T, SHAPE, GATED, W, N)
+    if mask is not None:
+        mask += first
+    if GATED:  # once, and not at all for keys or where there is no such gate
+        mine = (w == 0) & ~second
+        if VALUES:
+            mine = (w == 0) & tl.where(second, dbeta is not None, dforget is not None)
+        real = real[:N] + (mine,)
+    seen = window(x, at, source, t, LAST, there, T, X, EXTRA, SIZE)
+    dout += first * (H * (width + SLOT))
+    dfused += first * F
+    nothing = tl.zeros([R, W], tl.float32)
+    pending = (nothing,) * (len(at) * (SIZE - 1))  # gradients of tokens before, as far as they are known
+    dtaps = (nothing,) * (len(at) * SIZE)
+    steps = tl.where(tl.program_id(0) * R < B * tl.cdiv(T, SPAN) * H, SPAN + SIZE - 1, 0)
+    for i in range(steps):
+        s = LAST - i
+        inside = there & (t + s < T)
+        own = inside & (s < SPAN)
+        before = token(x, at, source, t, s - SIZE, there, T, X, EXTRA)
+        age, kept = standing(position, mask, t + s, row + s, inside, w, PACKED)
+        place = tl.where(there, (row + s) * H + h, 0)  # else heads would go to neighbouring lanes, by way of memory
+        into = place * (width + SLOT) + SLOT + w
+        d = ()
+        for j in tl.static_range(N):
+            d += (tl.load(dout + (into + j * W), mask=inside & real[j], other=0.0).to(tl.float32),)
+        y = convolved(seen, taps, age, SIZE, PACKED)
+        z = y[len(y) - 1]
+        act = silu(y, N)
+        dy = ()
+        if VALUES:
+            scale = tl.full([1, W], 1.0, tl.float32)
+            dz = tl.zeros([1, W], tl.float32)
+            if dforget is not None:
+                g = log_sigmoid(z) / TAU
+                dg = tl.load(dforget + first * H + (place + w * 0), mask=inside & ~second, other=0.0)
+                if TELESCOPING:
+                    scale = tl.exp(-g)
+                    dg = dg * tl.exp(g) - scale * dot(act, d, N)
+                else:
+                    dg *= kept
+                dz = dg * tl.sigmoid(-z) / TAU
+            if dbeta is not None:
+                db = tl.load(dbeta + first * H + (place + w * 0), mask=inside & second, other=0.0)
+                beta = tl.sigmoid(z)
+                dz = tl.where(second, db.to(tl.float32) * beta * (1.0 - beta), dz)
+            for j in tl.static_range(N):
+                dy += (tl.where(second, d[j], silu_gradient(scale * d[j], y[j])),)
+            dy += (dz,)
+        else:
+            kept = tl.where(second, kept, 1.0)
+            length = dot(act, act, N)
+            norm = tl.rsqrt(length + EPS)
+            along = dot(act, d, N) * norm * kept
+            scale = kept
+            aside = along
+            if SLOT == 1:
+                d0 = tl.load(dout + (place * (width + 1) + w * 0), mask=inside, other=0.0).to(tl.float32) * kept
+                xi = tl.where(second, 1.0, tl.sigmoid(z))
+                one = tl.where(second, 1.0, 1.0 - xi)
+                length *= norm * norm
+                r = tl.rsqrt(length * xi * xi + one * one + EPS)
+                total = (xi * along + one * d0) * r * r
+                along = r * (along - xi * length * total)
+                dz = (along - r * (d0 - one * total)) * xi * one
+                scale = xi * r * kept
+                aside = xi * (xi * r * total + along)
+            for j in tl.static_range(N):
+                dy += (silu_gradient(norm * (scale * d[j] - aside * norm * act[j]), y[j]),)
+            if SLOT == 1:
+                dy += (dz,)
+        known, sums, now = (), (), ()
+        for j in tl.static_range(len(at)):
+            full = taps[j * SIZE + SIZE - 1] * dy[j]
+            if SIZE > 1:
+                full += pending[j * (SIZE - 1)]
+            tl.store(dfused + ((row + s) * F + c[j]), full.to(dfused.dtype.element_ty), mask=own & real[j])
+            for k in tl.static_range(1, SIZE):
+                part = taps[j * SIZE + SIZE - 1 - k] * dy[j]
+                if PACKED:
+                    part = tl.where(age >= k, part, 0.0)
+                if k + 1 < SIZE:
+                    part += pending[j * (SIZE - 1) + k]
+                known += (part,)
+            counted = tl.where(own, dy[j], 0.0)
+            for k in tl.static_range(SIZE):
+                read = seen[j * SIZE + k]
+                if PACKED:
+                    read = tl.where(age >= SIZE - 1 - k, read, 0.0)
+                sums += (dtaps[j * SIZE + k] + counted * read,)
+            now += (before[j],) + seen[j * SIZE : (j + 1) * SIZE - 1]
+        pending, dtaps, seen = known, sums, now
+    span = (tl.program_id(0) * R + tl.arange(0, R)[:, None]) // H
+    dconv += span.to(tl.int64) * (C * SIZE)
+    for j in tl.static_range(len(at)):
+        for k in tl.static_range(SIZE):
+            written = there & real[j] & ((j >= N) | ~bare)
+            tl.store(dconv + c[j] * SIZE + k, dtaps[j * SIZE + k], mask=written)
+
+
+@triton.jit(do_not_specialize=["B", "T"])
+def front_gradients_kernel(
+    x,
+    conv,
+    position,
+    mask,
+    dqueries,
+    dkeys,
+    dvalues,
+    dbeta,
+    dforget,
+    dgate,
+    dfused,  # [B,T,F]: of what the convolution read; channels that nothing reads are left alone
+    dconv,  # [B·spans,C,SIZE] float32, likewise
+    B,
+    T,
+    KEY_DIMS: tl.constexpr,
+    STARTS: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    X: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    LANES: tl.constexpr,
+    SKIP: tl.constexpr,
+    TELESCOPING: tl.constexpr,
+    GATE_CONV: tl.constexpr,
+    EXTRA: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    given = (x, conv, position, mask, dfused, dconv, B, T)
+    M: tl.constexpr = 2 * len(KEY_DIMS)
+    SHAPE: tl.constexpr = (H, D, X, F, SIZE, SPAN, LANES, EXTRA, PACKED, C)
+    part = tl.program_id(1)
+    if part < M:
+        role = key_role(part, dqueries, dkeys, KEY_DIMS, STARTS)
+        walk_back(False, widest(KEY_DIMS), role, None, None, given, SHAPE, SKIP, SKIP, TELESCOPING)
+    else:
+        role = value_role(part, dvalues, dgate, V, STARTS, M, H, GATE_CONV)
+        walk_back(True, V, role, dforget, dbeta, given, SHAPE, True, 0, TELESCOPING)
+
+
+@triton.jit
+def input_gradients_kernel(
+    dfused, dx, rows, D: tl.constexpr, X: tl.constexpr, F: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):
+    """Adds up the copies of each column of x [rows,X]."""
+    i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
+    y = tl.zeros([BR, BD], tl.float32)
+    for start in range(0, F, D):
+        c = start + d
+        copy = tl.load(dfused + i * F + c, mask=(i < rows) & (d < D) & (c < F), other=0.0).to(tl.float32)
+        if X > D:
+            copy = tl.where((c == 0) | (c == F - 1), 0.0, copy)
+        y += copy
+    if X > D:
+        c = tl.where(d == D, 0, F - 1)
+        y += tl.load(dfused + i * F + c, mask=(i < rows) & (d >= D) & (d < X), other=0.0).to(tl.float32)
+    tl.store(dx + i * X + d, y.to(dx.dtype.element_ty), mask=(i < rows) & (d < X))
