@@ -3,7 +3,7 @@
 python -m runningtensor.bench.layers_gpu [--no-peers] [--resume] [--report] [--out FOLDER]
 
 The layer is timed beside fla's Gated DeltaNet layer (pip install flash-linear-attention==0.6.0), decoding, in a CUDA
-graph, beside transformers' Qwen3 of the same shape. Processes, peers and resumed runs are as in ops_gpu.py; what has
+graph, beside transformers' Qwen3 of the same size. Processes, peers and resumed runs are as in ops_gpu.py; what has
 been measured is in `layers_gpu.partial.csv` at once.
 """
 
@@ -229,14 +229,18 @@ def decode_attention(model: Any, B: int, context: int) -> Decoder:
 
 
 def configuration(implementation: str, ours: Any) -> Any:
-    """Ours, or Qwen3's with the same numbers: the model of `layer_types` that are all full_attention."""
+    """Ours, or a Qwen3 of the same size: its mixers have more parameters, so its MLP is narrower."""
     if implementation == OURS:
         return ours
     from transformers import Qwen3Config
 
-    names = ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "tie_word_embeddings"]
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"]
     names += ["num_attention_heads", "num_key_value_heads", "head_dim"]
-    return Qwen3Config(**{name: getattr(ours, name) for name in names}, max_position_embeddings=max(CONTEXTS))
+    return Qwen3Config(
+        **{name: getattr(ours, name) for name in names},
+        intermediate_size=ours.intermediate_size // 2,
+        max_position_embeddings=max(CONTEXTS),
+    )
 
 
 @cache

@@ -132,9 +132,13 @@ class Trainer:
 
         # Only the kernels keep to what a graph can hold; their stand-ins in torch read numbers from the GPU.
         self.graph = graph and device.type == "cuda" and triton_refuses(device, self.dtype) is None
+        self.logits = self.model.logits
         if self.graph:
             self.pool, self.aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
             self.optimizer._warned_capturable_if_run_uncaptured = True
+            # Norms, rotations and short convolutions as few kernels: of a step of attention they were three quarters.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(run.tasks))
+            self.logits = torch.compile(self.model.logits, dynamic=False)
 
     def step(self, batch: Batch, rate: float) -> bool:
         """One step. False: it was one of the first of its task, which take longer."""
@@ -157,7 +161,7 @@ class Trainer:
 
     def update(self, batch: Batch) -> None:
         """Nothing here reads a number from the GPU, or depends on one."""
-        logits = self.model.logits(batch.tokens, batch.places)
+        logits = self.logits(batch.tokens, batch.places)
         loss = cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
         grads = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         with torch.no_grad():
