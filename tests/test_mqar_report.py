@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from runningtensor.cli import app
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import Cell, capacity, table1
+from runningtensor.mqar.grids import Cell, capacity, speed, table1
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store, failure
@@ -66,6 +66,17 @@ def test_the_numbers_of_a_cell():
         failed=1,
         planned=9,
     )
+
+
+def test_only_a_run_that_had_the_gpu_to_itself_tells_how_long_a_step_takes():
+    gated = cell("Gated DeltaNet")
+    shared = result(gated.runs[0], 0.7, ms=80.0)
+    shared.origin = ORIGIN | {"at_once": 9}
+    (found,) = summarize("table1", [gated], [shared])
+    assert found.ms_a_step is None
+    timed = [result(of.runs[0], 0.0, ms=6.0 + of.length) for of in speed() if of.row == "Gated DeltaNet"]
+    (found,) = summarize("table1", [gated], [shared], timed)
+    assert found.ms_a_step == 6.0 + 1024
 
 
 def test_one_seed_has_no_spread():

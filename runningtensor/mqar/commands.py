@@ -30,6 +30,7 @@ class Grid(StrEnum):
     table2 = "table2"
     capacity = "capacity"
     calibration = "calibration"
+    speed = "speed"
 
 
 OUT = Annotated[Path, typer.Option(help="Where results and figures are.")]
@@ -115,7 +116,10 @@ def train(
         raise ValueError(f"options must fit {mixer}, but were {options}: {error}") from error
     if out:
         Store(out).close()
-    on = torch.device(device) if device else None
+    try:
+        on = torch.device(device) if device else None
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu or cuda, but was {device!r}") from error
     for result in training.train(run, on, graph):
         point = result.curve[-1]
         aside.print(

@@ -16,7 +16,7 @@ class Protocol:
     short: tuple[tuple[int, int], ...] = ((64, 4), (128, 8), (256, 16), (256, 32), (256, 64))
     doubled_from: int = 512
     random_filler: bool = True
-    steps: int = 4000
+    steps: int = 8000
     tokens_a_step: int = 65536
     schedule: str = "constant"
     embedding_std: float = 0.02
@@ -85,7 +85,7 @@ CAPACITY: dict[str, Options] = {
 VARIANTS = {  # of the protocol: what calibration chooses from
     "as it stands": PROTOCOL,
     "half the steps": replace(PROTOCOL, steps=PROTOCOL.steps // 2),
-    "twice the steps": replace(PROTOCOL, steps=2 * PROTOCOL.steps),
+    "half the batch": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2),
     "no lengths between": replace(PROTOCOL, doubled_from=10**9),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
     "cosine": replace(PROTOCOL, schedule="cosine"),
@@ -120,6 +120,16 @@ def calibration(lengths: Sequence[int] = LENGTHS) -> list[Cell]:
         for length in lengths
         for how, variant in VARIANTS.items()
         for name in CALIBRATED_ON
+    ]
+
+
+def speed() -> list[Cell]:
+    """A few steps of every row of both tables: to be run one by one, for times on a GPU that nobody else uses."""
+    return [
+        Cell(name, length, (replace(run, tasks=(run.test,), steps=60, test_every=60, test_count=64),))
+        for length in LENGTHS
+        for name, row in (TABLE1 | TABLE2).items()
+        for run in cell(name, *row, length, PROTOCOL).runs[:1]
     ]
 
 
@@ -186,4 +196,5 @@ GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "table2": table2,
     "capacity": capacity,
     "calibration": calibration,
+    "speed": speed,
 }

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
-from runningtensor.mqar.record import Result, identity
+from runningtensor.mqar.record import Result, Run, identity
 from runningtensor.mqar.sweep import read
 
 
@@ -47,7 +47,7 @@ CAPACITY = {  # not the paper's: others', at 131,072 floats of state
     "Gated DeltaNet, 131k state": Published((96.9, 47.6, 7.3)),
     "Flash-VQG, 131k state": Published((95.3, 70.4, 32.6)),
 }
-PUBLISHED = {"table1": TABLE1, "table2": TABLE2, "capacity": CAPACITY, "calibration": TABLE1}
+PUBLISHED = {"table1": TABLE1, "table2": TABLE2, "capacity": CAPACITY, "calibration": TABLE1, "speed": {}}
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,16 @@ def said(name: str, row: str) -> Published | None:
     return PUBLISHED[name].get(row.partition(" · ")[0])  # what follows the dot is a variant of the protocol
 
 
-def summarize(name: str, cells: Sequence[Cell], results: Sequence[Result]) -> list[Summary]:
+def summarize(name: str, cells: Sequence[Cell], results: Sequence[Result], timed: Sequence[Result] = ()) -> list[Summary]:
+    """timed: runs whose times count, where those of the results themselves do not."""
     found = {identity(result.run): result for result in results}
-    return [summary(name, cell, [found[key] for run in cell.runs if (key := identity(run)) in found]) for cell in cells]
+    return [
+        summary(name, cell, [found[key] for run in cell.runs if (key := identity(run)) in found], timed)
+        for cell in cells
+    ]
 
 
-def summary(name: str, cell: Cell, results: Sequence[Result]) -> Summary:
+def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Result] = ()) -> Summary:
     paper = published(name, cell.row, cell.length)
     scored = [(result, score) for result in results if (score := result.at(cell.length)) is not None]
     counts = {"runs": len(results), "failed": sum(bool(result.failed) for result in results), "planned": len(cell.runs)}
@@ -93,7 +97,8 @@ def summary(name: str, cell: Cell, results: Sequence[Result]) -> Summary:
         return Summary(cell.row, cell.length, paper, **counts)
     best, score = max(scored, key=lambda both: both[1].accuracy)
     same = [100 * score.accuracy for result, score in scored if result.run.lr == best.run.lr]
-    times = [result.ms_a_step for result, _ in scored if result.ms_a_step is not None]
+    alike = [result for result in timed if like(result.run, best.run)]
+    times = [x.ms_a_step for x in (*results, *alike) if x.ms_a_step is not None and x.origin.get("at_once", 1) == 1]
     return Summary(
         cell.row,
         cell.length,
@@ -111,6 +116,11 @@ def summary(name: str, cell: Cell, results: Sequence[Result]) -> Summary:
     )
 
 
+def like(run: Run, other: Run) -> bool:
+    """Whether a step of one takes as long as a step of the other, in the test's length."""
+    return all(getattr(run, x) == getattr(other, x) for x in ("mixer", "options", "test", "tokens_a_step"))
+
+
 def report(
     name: str, out: Path = Path("results/mqar"), console: Console | None = None, markdown: bool = False
 ) -> list[Summary]:
@@ -120,7 +130,9 @@ def report(
     console = console or Console()
     cells, path = GRIDS[name](), out / f"{name}.jsonl"
     results = read(path)
-    summaries = summarize(name, cells, results)
+    summaries = summarize(name, cells, results, read(out / "speed.jsonl"))
+    if name == "calibration":  # what it might have been is much, and not all of it is worth a run
+        summaries = [summary for summary in summaries if summary.runs]
     show(name, summaries, console, markdown)
     known = {identity(run) for cell in cells for run in cell.runs}
     found = {identity(result.run): result for result in results}  # one that is there twice counts last
@@ -161,7 +173,8 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     console.print(table)
     console.print(
         "best: micro-F1 in percent over learning rates and seeds, a cell ends at 99.95; "
-        "mean ± std: over seeds, at the learning rate of the best."
+        "mean ± std: over seeds, at the learning rate of the best; "
+        "ms/step: of runs that had the GPU to themselves (mqar sweep speed)."
     )
 
 

@@ -369,6 +369,7 @@ def run_cells(
                 time.sleep(PAUSE)
                 for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:
                     del active[key]
+                    result.origin["at_once"] = jobs
                     store.add(result)
                     plan.tried.add(key)
                     console.print(board.line(key, result), highlight=False, soft_wrap=True)

@@ -137,7 +137,7 @@ class Trainer:
             self.pool, self.aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
             self.optimizer._warned_capturable_if_run_uncaptured = True
             # Norms, rotations and short convolutions as few kernels: of a step of attention they were three quarters.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(run.tasks))
+            torch._dynamo.config.recompile_limit = 256  # a shape of a model each: none may be left out
             self.logits = torch.compile(self.model.logits, dynamic=False)
 
     def step(self, batch: Batch, rate: float) -> bool:

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# What the paper leaves open, chosen on attention, Gated DeltaNet and DeltaNet alone. One GPU; stop it whenever you like.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+runningtensor mqar sweep calibration --length 1024 --jobs "${JOBS:-4}" --all-runs "$@"
+runningtensor mqar report calibration

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Zoology's own mix of short sequences, tested far beyond it: recall against the size of the state, orders 2, 3 and 4.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+runningtensor mqar sweep capacity --jobs "${JOBS:-4}" "$@"
+runningtensor mqar report capacity

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# The paper's second table: the layer without its parts, one after another. One GPU, or with --ray many; stop it whenever you like.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+runningtensor mqar sweep speed  # alone on the GPU, for the times of a step
+runningtensor mqar sweep table2 --jobs "${JOBS:-4}" "$@"
+runningtensor mqar report table2
