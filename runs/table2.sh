@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's second table: the layer without its parts, one after another. One GPU, or with --ray many; stop it whenever you like.
+# The paper's second table: the layer without its parts. One GPU, or with --ray many; stop it whenever you like.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runningtensor mqar sweep speed  # alone on the GPU, for the times of a step

@@ -80,7 +80,9 @@ def said(name: str, row: str) -> Published | None:
     return PUBLISHED[name].get(row.partition(" · ")[0])  # what follows the dot is a variant of the protocol
 
 
-def summarize(name: str, cells: Sequence[Cell], results: Sequence[Result], timed: Sequence[Result] = ()) -> list[Summary]:
+def summarize(
+    name: str, cells: Sequence[Cell], results: Sequence[Result], timed: Sequence[Result] = ()
+) -> list[Summary]:
     """timed: runs whose times count, where those of the results themselves do not."""
     found = {identity(result.run): result for result in results}
     return [
