@@ -15,8 +15,18 @@ KINDS: dict[str, dict] = {
     "one of each": {"layer_types": [LINEAR, FULL]},
     "hybrid": {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, LINEAR, FULL]},
 }
+MIXERS: dict[str, dict] = {  # of others, and their options
+    "linear_attention": {"num_heads": 2},
+    "deltanet": {"num_heads": 2},
+    "gated_deltanet": {"num_heads": 2, "head_dim": 6},
+    "gla": {"num_heads": 2, "gate_rank": 5},
+    "mamba2": {"state_dim": 7, "head_dim": 8},
+}
+KINDS |= {name: {"mixer": name, "mixer_options": options} for name, options in MIXERS.items()}
+KINDS["gated_deltanet hybrid"] = KINDS["gated_deltanet"] | {"layer_types": [LINEAR, FULL]}
 EVERY_KIND = pytest.mark.parametrize("kind", ("order 2", "order 3", "order 4", "hybrid"))
 LINEAR_OR_HYBRID = pytest.mark.parametrize("kind", ("order 3", "hybrid"))
+EVERY_MIXER = pytest.mark.parametrize("kind", (*MIXERS, "gated_deltanet hybrid"))
 
 
 def config(kind: str = "order 3", **changes: object) -> RunningTensorConfig:

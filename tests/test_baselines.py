@@ -7,11 +7,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import near, rel, upstream
+from helpers import bounds, near, rel, upstream
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, logsigmoid, silu, softplus
 
 from runningtensor.layers import BASELINES, baselines
+from runningtensor.layers.attention import attention as packed_attention
 from runningtensor.layers.baselines import Mixer, gated_linear_attention
 
 REST = 3 * 128 * 384 + 2 * 128  # of a decoder layer at d_model 128: SwiGLU and two norms
@@ -195,8 +196,102 @@ def test_is_called_as_the_layer_is(name):
     for T in (0, 1, 2):
         out, weights, cache = mixer(draw(mixer, T=T))
         assert out.shape == (2, T, mixer.hidden_size) and weights is None and cache is None
-    with pytest.raises(TypeError):  # nothing is taken and not used
-        mixer(draw(mixer), attention_mask=torch.ones(2, 150))
+    x = draw(mixer, T=5)
+    ones = torch.ones(2, 5, dtype=torch.long)
+    assert torch.equal(mixer(x, attention_mask=ones, position_ids=None)[0], mixer(x)[0])
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("given", "message"),
+    (
+        ({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "attention_mask must be all ones.* 1 that are not"),
+        ({"past_key_values": object()}, "past_key_values must be None: .* keeps nothing between calls"),
+        ({"use_cache": True}, "use_cache must be False: .* keeps nothing between calls"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must be of a batch of 1: .* a batch of 2"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, "cu_seqlens must be of torch.int32 or torch.int64"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.long)}, "cu_seqlens must be .* an empty tensor"),
+    ),
+    ids=("padding", "a cache", "a cache to be made", "a batch", "no integers", "no bounds"),
+)
+def test_what_it_cannot_do_is_refused(name, given, message):
+    mixer = build(name)
+    with pytest.raises(ValueError, match=message):
+        mixer(draw(mixer, T=3), **given)
+
+
+@EVERY
+def test_bounds_that_are_not_those_of_the_row_are_refused(name):
+    mixer = build(name)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be 0 = c_0 .* = T = 3, but was 2 at the end"):
+        mixer(draw(mixer, B=1, T=3), cu_seqlens=torch.tensor([0, 2]))
+
+
+# -- Packed sequences --------------------------------------------------------------------------------------------------
+
+LENGTHS = (20, 1, 0, 90, 2, 16, 33)  # longer and shorter than a convolution, a chunk, a block of queries
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+def test_packed_sequences_are_separate_ones(name, dtype):
+    mixer = build(name)
+    x, packing = draw(mixer, B=1, T=sum(LENGTHS)), bounds(LENGTHS).to(dtype)
+
+    def apart(x):
+        return torch.cat([mixer(part)[0] for part in x.split(LENGTHS, 1)], 1)
+
+    near(results(lambda x: mixer(x, cu_seqlens=packing)[0], x, mixer), results(apart, x, mixer), 1e-10)
+
+
+@EVERY
+def test_a_row_without_sequences_is_empty(name):
+    mixer = build(name)
+    assert mixer(draw(mixer, B=1, T=0), cu_seqlens=torch.tensor([0]))[0].shape == (1, 0, mixer.hidden_size)
+
+
+@EVERY
+def test_packed_sequences_in_bfloat16_stay_near_float32(name):
+    mixer = build(name, torch.float32, hidden_size=128)
+    x, packing = draw(mixer, B=1, T=sum(LENGTHS)), bounds(LENGTHS)
+    want = mixer(x, cu_seqlens=packing)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = mixer(x, cu_seqlens=packing)[0]
+    near([got], [want], 4e-2)
+    got.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
+
+
+def heads(T: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+    """Queries of 4 heads, keys and values of 2."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(1, T, n, 16, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def test_packed_attention_is_an_op_that_torch_can_trace_and_differentiate():
+    q, k, v = (x[0] for x in heads(sum(LENGTHS)))
+    torch.library.opcheck(torch.ops.runningtensor.packed_attention.default, (q, k, v, bounds(LENGTHS)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("lengths", (LENGTHS, (1, 0, 1), (700,)), ids=str)
+def test_packed_attention_on_a_gpu_is_that_of_the_cpu(dtype, lengths):
+    def run(*x):
+        out = packed_attention(*x, bounds(lengths).to(x[0].device))
+        return [y.double().cpu() for y in (out, *torch.autograd.grad(out, x, upstream([out])))]
+
+    inputs = heads(sum(lengths), dtype, "cuda")
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    near(run(*inputs), run(*exact), 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.gpu
+def test_packed_attention_in_bfloat16_takes_the_flash_kernels():
+    q, k, v = heads(sum(LENGTHS), torch.bfloat16, "cuda")
+    _, sums = torch.ops.runningtensor.packed_attention(q[0], k[0], v[0], bounds(LENGTHS).cuda())
+    assert sums.shape == (4, sum(LENGTHS))
 
 
 # -- Beside transformers' modules --------------------------------------------------------------------------------------

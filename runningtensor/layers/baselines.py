@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, pad, rms_norm, scaled_dot_product_attention, silu, softplus
+from torch.nn.functional import logsigmoid, pad, rms_norm, silu, softplus
 
+from runningtensor.layers.attention import HALF, attention, check_bounds
 from runningtensor.layers.convolution import ShortConvolution
 from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
+from runningtensor.layers.running_tensor import positions
 from runningtensor.ops import running_tensor
+from runningtensor.ops.interface import require
 
-HALF = (torch.bfloat16, torch.float16)
 TAU = 16  # of the forget gate of gated linear attention
 
 
 class Mixer(nn.Module):
-    """A layer of `num_heads` states of key_dim × value_dim. It knows no masks, no packing and no cache."""
+    """A layer of `num_heads` states of key_dim × value_dim, called as `RunningTensor` is; without padding and cache."""
 
     out_proj: nn.Linear
+    products = 2  # of a token with the state: to write and to read; the delta rule has one more, to correct
 
     def __init__(self, hidden_size: int, num_heads: int, key_dim: int, value_dim: int) -> None:
         super().__init__()
@@ -55,11 +58,37 @@ class Mixer(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None, None]:  # [B,T,D]
-        return self.out_proj(self.mix(hidden_states)), None, None
+    def forward(
+        self,
+        hidden_states: Tensor,  # [B,T,D]
+        attention_mask: Tensor | None = None,  # all ones
+        past_key_values: None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,  # [N+1], B = 1
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, None]:
+        name = type(self).__name__
+        require(past_key_values is None, "past_key_values", "given", f"None: {name} keeps nothing between calls")
+        require(not use_cache, "use_cache", use_cache, f"False: {name} keeps nothing between calls")
+        if attention_mask is not None:
+            refuse_padding(attention_mask)
+        position = None
+        if cu_seqlens is not None:
+            check_bounds(cu_seqlens, hidden_states)
+            position = positions(cu_seqlens, hidden_states.shape[1])
+        return self.out_proj(self.mix(hidden_states, cu_seqlens, position)), None, None
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
+        """From [B,T,D] to what `out_proj` reads; position [T] is that in each packed sequence."""
         raise NotImplementedError
+
+
+def refuse_padding(attention_mask: Tensor) -> None:
+    wrong = "attention_mask must be all ones: this mixer has no padding. Pack the sequences and give cu_seqlens"
+    if torch.compiler.is_compiling():
+        torch._assert_async((attention_mask == 1).all(), wrong)
+    elif not (attention_mask == 1).all():
+        raise ValueError(f"{wrong}, but it had {int((attention_mask != 1).sum())} that are not")
 
 
 class SoftmaxAttention(Mixer):
@@ -100,15 +129,13 @@ class SoftmaxAttention(Mixer):
     def extra_repr(self) -> str:
         return f"{self.num_heads} query heads and {self.num_kv_heads} key-value heads of {self.key_dim}"
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.in_proj(x).unflatten(-1, (-1, self.key_dim)).split(heads, -2)
-        q, k = (rotate(norm(x), self.rope_theta).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,·]
-        grouped = v.dtype in HALF  # in wider types torch has grouped heads only where it holds all T² scores
-        if not grouped:
-            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
+        if position is None:
+            position = torch.arange(x.shape[1], device=x.device)
+        q, k = (rotate(norm(x), position, self.rope_theta) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return attention(q, k, v, cu_seqlens).flatten(2)
 
 
 class LinearAttention(Mixer):
@@ -130,14 +157,16 @@ class LinearAttention(Mixer):
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         q, k, v = (self.heads(y) for y in self.in_proj(x).split(self.sizes, -1))
-        out, _ = running_tensor((q,), (k,), v)
+        out, _ = running_tensor((q,), (k,), v, cu_seqlens=cu_seqlens)
         return self.norm(out).flatten(-2)
 
 
 class DeltaNet(Mixer):
     """The delta rule on unit keys, after a short convolution and SiLU."""
+
+    products = 3
 
     def __init__(
         self,
@@ -157,15 +186,18 @@ class DeltaNet(Mixer):
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         qkv, b = self.in_proj(x).split((sum(self.sizes), self.num_heads), -1)
-        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv)).split(self.sizes, -1))
-        out, _ = running_tensor((l2_normalize(q),), (l2_normalize(k),), v, beta=b.sigmoid())
+        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv, position)).split(self.sizes, -1))
+        q, k = l2_normalize(q), l2_normalize(k)
+        out, _ = running_tensor((q,), (k,), v, beta=b.sigmoid(), cu_seqlens=cu_seqlens)
         return self.norm(out).flatten(-2)
 
 
 class GatedDeltaNet(Mixer):
     """DeltaNet that forgets, at a rate drawn from the input, and whose outputs are gated."""
+
+    products = 3
 
     def __init__(
         self,
@@ -192,11 +224,12 @@ class GatedDeltaNet(Mixer):
         super().reset_parameters(output_scale)
         reset_rates(self.A_log, self.dt_bias, slowest=0)
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         qkv, gate, a, b = self.in_proj(x).split((sum(self.sizes), *self.rest), -1)
-        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv)).split(self.sizes, -1))
-        log_decay = -wide(self.A_log).exp() * softplus(wide(a) + self.dt_bias)
-        out, _ = running_tensor((l2_normalize(q),), (l2_normalize(k),), v, beta=wide(b).sigmoid(), log_decay=log_decay)
+        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv, position)).split(self.sizes, -1))
+        q, k = l2_normalize(q), l2_normalize(k)
+        beta, log_decay = wide(b).sigmoid(), -wide(self.A_log).exp() * softplus(wide(a) + self.dt_bias)
+        out, _ = running_tensor((q,), (k,), v, beta=beta, log_decay=log_decay, cu_seqlens=cu_seqlens)
         return self.norm(out, self.heads(gate)).flatten(-2)
 
 
@@ -222,10 +255,12 @@ class GatedLinearAttention(Mixer):
         self.out_proj = nn.Linear(V, hidden_size, bias=False)
         self.reset_parameters()
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         *parts, a = self.in_proj(x).split(self.sizes, -1)
         q, k, v, gate = (self.heads(y) for y in parts)
         log_decay = logsigmoid(wide(self.heads(self.forget_proj(a)))) / TAU
+        if position is not None:  # a sequence begins where all before it is forgotten
+            log_decay = log_decay.masked_fill((position == 0)[:, None, None], -torch.inf)
         return self.norm(gated_linear_attention(q, k, v, log_decay), gate).flatten(-2)
 
 
@@ -263,15 +298,16 @@ class Mamba2(Mixer):
         reset_rates(self.A_log, self.dt_bias, slowest=1)
         nn.init.ones_(self.D)
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         H = self.num_heads
         gate, xBC, dt = self.in_proj(x).split((self.sizes[0], sum(self.sizes), H), -1)
-        xBC = silu(convolve(self.conv, xBC) + self.conv_bias.to(xBC.dtype))
+        xBC = silu(convolve(self.conv, xBC, position) + self.conv_bias.to(xBC.dtype))
         x, B, C = xBC.split(self.sizes, -1)
         x = self.heads(x)
         B, C = (y[..., None, :].expand(-1, -1, H, -1) for y in (B, C))
         dt = softplus(wide(dt) + self.dt_bias)
-        out, _ = running_tensor((C,), (B,), (x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt)
+        written, log_decay = (x * dt[..., None]).to(x.dtype), -wide(self.A_log).exp() * dt
+        out, _ = running_tensor((C,), (B,), written, log_decay=log_decay, cu_seqlens=cu_seqlens)
         out = (out + self.D[:, None] * x).flatten(-2)
         return self.norm(wide(out) * silu(wide(gate))).to(gate.dtype)  # gated first, unlike the others
 
@@ -293,7 +329,7 @@ def gated_linear_attention(
     q: Tensor,  # [B,T,H,K]
     k: Tensor,  # [B,T,H,K]
     v: Tensor,  # [B,T,H,V]
-    log_decay: Tensor,  # [B,T,H,K], finite, not positive
+    log_decay: Tensor,  # [B,T,H,K], not positive; -inf forgets all
     chunk_size: int = 16,
 ) -> Tensor:
     """S_t = diag(exp g_t) S_{t-1} + k_t v_tᵀ, o_t = q_tᵀ S_t, with no scale: chunk by chunk, all chunks at once.
@@ -344,17 +380,17 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(wide(x), self.normalized_shape, wide(self.weight), self.eps).to(x.dtype)
 
 
-def convolve(conv: ShortConvolution, x: Tensor) -> Tensor:
+def convolve(conv: ShortConvolution, x: Tensor, position: Tensor | None) -> Tensor:
     """From the first token on: nothing was before it."""
-    return conv(pad(x, (0, 0, conv.weight.shape[1] - 1, 0)))
+    return conv(pad(x, (0, 0, conv.weight.shape[1] - 1, 0)), position)
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:  # [B,T,H,K]
+def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:  # [B,T,H,K], [T]
     """Rotary positions; channel i turns with channel i + K/2."""
     first, second = wide(x).chunk(2, -1)
     K = x.shape[-1]
     frequencies = theta ** (-torch.arange(0, K, 2, device=x.device, dtype=first.dtype) / K)
-    angles = torch.arange(x.shape[1], device=x.device, dtype=first.dtype)[:, None, None] * frequencies
+    angles = position.to(first.dtype)[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 

@@ -72,6 +72,8 @@ class RunningTensorCache(Cache):
     """Give it to a model as `past_key_values`; a model that was given none makes its own."""
 
     def __init__(self, config: RunningTensorConfig) -> None:
+        if not config.has_cache:
+            raise ValueError(f"config must be of a model that has a cache, but its mixer was {config.mixer!r}")
         layers: list[TensorStateLayer | DynamicLayer] = []
         first = None
         for kind in config.layer_types:

@@ -5,6 +5,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 LAYER_TYPES = ("linear_attention", "full_attention")  # transformers' names; ours is the first
+# Written out: an exported configuration is loaded before the layers are there.
+MIXERS = ("running_tensor", "linear_attention", "deltanet", "gated_deltanet", "gla", "mamba2")
 
 
 class RunningTensorConfig(PreTrainedConfig):
@@ -14,7 +16,10 @@ class RunningTensorConfig(PreTrainedConfig):
     num_heads, key_dims, value_dim:   heads of a RunningTensor layer and the modes of their states; len(key_dims) + 1 is
         the order
     projection, delta, query_skip, forget, gate_conv, conv_size:  the layer's own options, see `RunningTensor`
-    layer_types:                      "linear_attention" (ours, the default) or "full_attention", for each layer
+    mixer, mixer_options:             what the linear-attention layers are: "running_tensor", of the options above; or,
+        to compare with, one of `BASELINES` and its own options. Those have no cache: `generate` reads all again for
+        each token, and takes no padding
+    layer_types:                      "linear_attention" (the default) or "full_attention", for each layer
     num_attention_heads, num_key_value_heads, head_dim, rope_theta:  of the full-attention layers, as in Qwen3
     norm_eps:                         of every RMSNorm
     initializer_range:                std of the embeddings and matrices; what writes into the residual stream is drawn
@@ -37,6 +42,8 @@ class RunningTensorConfig(PreTrainedConfig):
     forget: str = "telescoping"
     gate_conv: bool = True
     conv_size: int = 4
+    mixer: str = "running_tensor"
+    mixer_options: dict[str, Any] | None = None
     layer_types: list[str] = None  # type: ignore[assignment]
     num_attention_heads: int = 16
     num_key_value_heads: int = 8
@@ -60,9 +67,24 @@ class RunningTensorConfig(PreTrainedConfig):
                 f"layer_types must be {self.num_hidden_layers} of {' and '.join(map(repr, LAYER_TYPES))}, "
                 f"but was {self.layer_types}"
             )
+        if self.mixer not in MIXERS:
+            instead = ": for attention, say so in layer_types" if self.mixer == "attention" else ""
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, but was {self.mixer!r}{instead}")
+        if self.mixer == "running_tensor" and self.mixer_options:
+            raise ValueError(
+                "mixer_options must be None for mixer 'running_tensor', whose options have names of their own, "
+                f"but was {self.mixer_options}"
+            )
+        if not self.has_cache:
+            self.use_cache = False
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, but they were "
                 f"{self.num_attention_heads} and {self.num_key_value_heads}"
             )
         super().__post_init__(**kwargs)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether every layer of the model can go on from what it has read."""
+        return self.mixer == "running_tensor" or "linear_attention" not in self.layer_types

@@ -1,5 +1,6 @@
 """A pre-norm decoder, as Llama and Qwen3 are, with RunningTensor layers in place of attention, or beside it.
 
+To compare like with like, `config.mixer` puts another mixer in their place and changes nothing else.
 `RunningTensorModel` gives hidden states, `RunningTensorForCausalLM` logits and a loss. Both take transformers' usual
 arguments, and for packed sequences `cu_seqlens` or `position_ids` that begin anew.
 """
@@ -19,6 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import can_return_tuple
 
+from runningtensor.layers.attention import attention
+from runningtensor.layers.baselines import BASELINES, Mixer, refuse_padding
 from runningtensor.layers.running_tensor import RunningTensor, positions
 from runningtensor.models.cache import RunningTensorCache
 from runningtensor.models.configuration_running_tensor import RunningTensorConfig
@@ -56,6 +59,7 @@ class RunningTensorAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: RunningTensorCache | None = None,
+        cu_seqlens: Tensor | None = None,  # [N+1], B = 1, and neither mask nor cache
         *,
         position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
@@ -66,6 +70,9 @@ class RunningTensorAttention(nn.Module):
         )
         q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))  # [B,H,T,·]
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if cu_seqlens is not None:
+            out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cu_seqlens)
+            return self.o_proj(out.flatten(2)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -101,6 +108,9 @@ class RunningTensorDecoderLayer(GradientCheckpointingLayer):
         self.mixer: nn.Module
         if config.layer_types[layer_idx] == "full_attention":
             self.mixer = RunningTensorAttention(config, layer_idx)
+        elif config.mixer != "running_tensor":
+            own = {"norm_eps": config.norm_eps} | (config.mixer_options or {})
+            self.mixer = BASELINES[config.mixer](config.hidden_size, **own)
         else:
             options = ("projection", "delta", "query_skip", "forget", "gate_conv", "conv_size", "norm_eps")
             self.mixer = RunningTensor(
@@ -137,8 +147,12 @@ class RunningTensorPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Sets every parameter: for models made on the meta device, what `__init__` drew is gone."""
         std, shrink = self.config.initializer_range, (2 * self.config.num_hidden_layers) ** -0.5
-        if isinstance(module, RunningTensor):
-            module.reset_parameters(output_scale=shrink)
+        if isinstance(module, RunningTensor | Mixer):
+            with torch.no_grad():  # what a checkpoint had stays: not all that they use is guarded by transformers
+                loaded = [(p, p.clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+                module.reset_parameters(output_scale=shrink)
+                for parameter, value in loaded:
+                    parameter.copy_(value)
         elif isinstance(module, nn.Linear):
             initialization.normal_(module.weight, std=std * (shrink if hasattr(module, "writes_residual") else 1))
         elif isinstance(module, nn.Embedding):
@@ -148,7 +162,7 @@ class RunningTensorPreTrainedModel(PreTrainedModel):
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # In code that is not its own, transformers skips modules without parameters of their own, as our layer is, to
-        # spare loaded weights from being overwritten. We use torch.nn.init alone, which it guards.
+        # spare loaded weights from being overwritten. `_init_weights` spares them itself.
         super()._initialize_weights(module)
 
 
@@ -186,27 +200,34 @@ class RunningTensorModel(RunningTensorPreTrainedModel):
         cu_seqlens = sequence_bounds(cu_seqlens, position_ids, attention_mask, past_key_values, kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if use_cache and not self.config.has_cache:
+            raise ValueError(
+                f"use_cache must be False: a model of mixer {self.config.mixer!r} has no cache, but was True"
+            )
         checkpointing = self.gradient_checkpointing and self.training
         if use_cache and past_key_values is None and cu_seqlens is None and not checkpointing:
             past_key_values = RunningTensorCache(self.config)
 
         # Our layers need these tokens' part only, and a mask that grows with every step would be compiled anew.
-        masks = {"linear_attention": None if attention_mask is None else attention_mask[:, -T:]}
+        masks = {"linear_attention": None if attention_mask is None else attention_mask[:, -T:], "full_attention": None}
+        if attention_mask is not None and not self.config.has_cache:
+            refuse_padding(attention_mask)  # once for all layers: on a GPU it waits
+            masks["linear_attention"] = None
         rope = None
         if "full_attention" in self.config.layer_types:
-            packed = cu_seqlens is not None
             if position_ids is None and cu_seqlens is not None:
                 position_ids = positions(cu_seqlens, T)[None]
             elif position_ids is None:
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
                 position_ids = torch.arange(past, past + T, device=x.device)[None]
-            masks["full_attention"] = create_causal_mask(
-                config=self.config,
-                inputs_embeds=x,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids if packed else None,
-            )
+            if cu_seqlens is None:
+                masks["full_attention"] = create_causal_mask(
+                    config=self.config,
+                    inputs_embeds=x,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=None,
+                )
             rope = rotations(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
 
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -218,7 +239,7 @@ class RunningTensorModel(RunningTensorPreTrainedModel):
                 x,
                 attention_mask=masks[kind],
                 past_key_values=past_key_values,
-                cu_seqlens=cu_seqlens if kind == "linear_attention" else None,
+                cu_seqlens=cu_seqlens,
                 position_embeddings=rope,
                 position_ids=position_ids,
                 **kwargs,
@@ -240,6 +261,8 @@ def sequence_bounds(
 ) -> Tensor | None:
     """cu_seqlens of packed sequences; None where nothing is packed. Nothing is where there is a mask or a cache."""
     given = cu_seqlens if cu_seqlens is not None else kwargs.get("cu_seq_lens_q")  # as data collators call it
+    if given is not None and (attention_mask is not None or past_key_values is not None):
+        raise ValueError("cu_seqlens must be None where there is an attention_mask or a cache: it has no padding")
     if given is not None or position_ids is None or attention_mask is not None or past_key_values is not None:
         return given
     if not torch.compiler.is_compiling() and find_packed_sequence_indices(position_ids) is None:
@@ -353,6 +376,10 @@ class RunningTensorForCausalLM(RunningTensorPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        if not self.config.has_cache:
+            if model_kwargs.get("inputs_embeds") is not None:  # transformers would drop them after the first token
+                raise ValueError(f"inputs_embeds must be None: a model of mixer {self.config.mixer!r} has no cache")
+            generation_config.use_cache = False
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         # `forward` would make one too, but a prompt in chunks wants it before.
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
