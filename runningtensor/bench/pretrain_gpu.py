@@ -1,0 +1,214 @@
+"""Training throughput of the 0.6B models of the recipe `paper_600m` on this machine's NVIDIA GPU.
+
+python -m runningtensor.bench.pretrain_gpu [--no-peers] [--resume] [--report] [--out FOLDER]
+
+Whole steps of the engine, optimiser and all, compiled, on random tokens without the ends of documents: attention is
+given no shorter sequences than it says. Each model in a process of its own; what has been measured is in
+`pretrain_gpu.partial.csv` at once.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.table import Table
+from torch import Tensor
+
+from runningtensor.bench import gpu
+from runningtensor.bench.gpu import SEED, Found, Measured, Verdict, console, text, verdict_table
+from runningtensor.bench.provenance import Provenance, provenance, read
+
+MODULE, CSV = "runningtensor.bench.pretrain_gpu", "pretrain_gpu.csv"
+WARM_UPS, STEPS = 4, 8
+TOKENS = 32_768  # of a step; half as many where the memory does not suffice
+OURS, ATTENTION, GATED = "running-tensor", "attention", "gated-deltanet"
+
+
+@dataclass(frozen=True)
+class Case:
+    implementation: str  # a model of the recipes
+    length: int
+    heads: int  # of RunningTensor; of the others they fix the number of parameters
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class PretrainRow(Measured):
+    implementation: str
+    length: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    seed: int
+    sequences: int = 0  # a step
+    parameters: int = 0
+    mlp: int = 0
+    ms_a_step: float = math.nan
+    tokens_a_second: float = math.nan
+    mfu: float = math.nan  # of useful work, see `flops_a_token`
+    peak_gib: float = math.nan
+    note: str = ""
+
+    @property
+    def case(self) -> Case:
+        return Case(*(getattr(self, field.name) for field in fields(Case)))
+
+
+SHAPES = ((32, 24, 48), (16, 15, 64))  # heads, key and value widths; 24 is the paper's, 15 is 16 with the skip slot
+LENGTHS = (4096, 16_384)
+CASES = [Case(OURS, length, *shape) for shape in SHAPES for length in LENGTHS]
+CASES += [Case(model, length, *SHAPES[0]) for model in (ATTENTION, GATED) for length in LENGTHS]
+
+
+class Noise:
+    """As `Shards`: random tokens, none of which ends a document."""
+
+    eos = 2
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def batch(self, position: int, sequences: int, length: int, *, rank: int = 0, ranks: int = 1) -> Tensor:
+        draw = torch.Generator().manual_seed(position)
+        return torch.randint(self.eos + 1, self.vocab_size, (sequences, length + 1), generator=draw)
+
+
+def measure(case: Case) -> Found:
+    sequences = TOKENS // case.length
+    try:
+        return measured(case, sequences)
+    except torch.OutOfMemoryError:
+        if sequences == 1:
+            raise
+    torch.cuda.empty_cache()
+    return measured(case, sequences // 2)
+
+
+def measured(case: Case, sequences: int) -> Found:
+    from runningtensor.models.costs import flops_a_token
+    from runningtensor.pretrain.engine import Trainer, process_group
+    from runningtensor.pretrain.progress import peak
+    from runningtensor.pretrain.recipes import paper_600m
+
+    recipe = replace(
+        paper_600m(), model=case.implementation, heads=case.heads, key_dims=(case.key_dim,) * 2, seed=SEED,
+        value_dim=case.value_dim, length=case.length, batch=sequences, sequences=sequences, compile=True,
+    )  # fmt: skip
+    assert recipe.vocab_size is not None
+    noise: Any = Noise(recipe.vocab_size)
+    with process_group(recipe) as (device, mesh):
+        trainer = Trainer(recipe, noise, WARM_UPS + STEPS, device, mesh)
+        torch.cuda.reset_peak_memory_stats(device)
+        launched = [trainer.launch(step, False) for step in range(WARM_UPS + STEPS)]
+        seconds = median(step.read()[1] for step in launched[WARM_UPS:])
+        (loss, *_), _ = launched[-1].read()
+        if not math.isfinite(loss):
+            return {"note": f"failed: the loss was {loss}"}
+        speed = sequences * case.length / seconds
+        work, full = 3 * flops_a_token(trainer.config, case.length), peak(device, torch.bfloat16)
+        return {
+            "sequences": sequences,
+            "parameters": sum(p.numel() for p in trainer.parameters.values()),
+            "mlp": trainer.config.intermediate_size,
+            "ms_a_step": 1e3 * seconds,
+            "tokens_a_second": speed,
+            "mfu": math.nan if full is None else work * speed / full,
+            "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        }
+
+
+# The process that runs these.
+
+
+def in_processes(cases: list[Case]) -> Iterator[tuple[Case, Found]]:
+    for _, some in groupby(cases, lambda case: (case.implementation, case.heads)):
+        yield from gpu.in_process(MODULE, list(some), {})
+
+
+def main(out: Path = Path("results/bench"), peers: bool = True, resume: bool = False) -> list[PretrainRow]:
+    """Measures, prints a table and writes `pretrain_gpu.csv`."""
+    path = out / CSV
+    origin = provenance(torch.device("cuda"))
+    console.print(f"{origin.device}, torch {origin.torch}, triton {origin.triton}, commit {origin.commit}, bfloat16")
+    rows = gpu.collect(
+        path,
+        PretrainRow,
+        [case for case in CASES if peers or case.implementation == OURS],
+        gpu.measured_before((path, gpu.partial_of(path)), origin, PretrainRow) if resume else [],
+        lambda case: False,
+        lambda cases, progress: None,
+        in_processes,
+        partial(make_row, origin),
+        one_line,
+    )
+    report(path)
+    return rows
+
+
+def make_row(origin: Provenance, case: Case, found: Found) -> PretrainRow:
+    return PretrainRow(**asdict(origin), **asdict(case), seed=SEED, **gpu.rounded(found))
+
+
+def name(case: Case) -> str:
+    modes = f", {case.heads} heads of {case.key_dim}/{case.key_dim}/{case.value_dim}"
+    return case.implementation + (modes if case.implementation == OURS else "")
+
+
+def one_line(row: PretrainRow) -> str:
+    numbers = f"{row.tokens_a_second:,.0f} tokens/s, MFU {100 * row.mfu:.1f}%, {row.peak_gib:.1f} GiB"
+    return f"{name(row.case)}, {row.length:,} tokens: {row.note or numbers}"
+
+
+def report(path: Path) -> None:
+    rows = read(path, PretrainRow)
+    headings = ("", "parameters", "length", "sequences", "ms a step", "tokens/s", "over attention", "MFU", "GiB", "")
+    table = Table(*headings, box=SIMPLE, pad_edge=False)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            name(row.case),
+            f"{row.parameters / 1e6:,.1f}M",
+            f"{row.length:,}",
+            str(row.sequences),
+            text(row.ms_a_step, ".1f"),
+            text(row.tokens_a_second, ",.0f"),
+            text(over_attention(rows, row), ".2f"),
+            text(100 * row.mfu, ".1f"),
+            text(row.peak_gib, ".1f"),
+            row.note,
+        )
+    console.print(table, verdict_table(verdicts(rows)))
+
+
+def over_attention(rows: list[PretrainRow], row: PretrainRow) -> float:
+    same = [x.tokens_a_second for x in rows if (x.implementation, x.length) == (ATTENTION, row.length)]
+    return row.tokens_a_second / same[0] if same else math.nan
+
+
+def verdicts(rows: list[PretrainRow]) -> list[Verdict]:
+    found = []
+    for row in rows:
+        if row.implementation == OURS:
+            wanted, ratio = {4096: 0.9, 16_384: 1.5}[row.length], over_attention(rows, row)
+            what = f"{name(row.case)}, {row.length:,} tokens: "
+            found.append(Verdict(what + "tokens/s over attention", f"≥ {wanted}", ratio, math.nan, ratio >= wanted))
+            found.append(Verdict(what + "MFU, %", "≥ 35", 100 * row.mfu, math.nan, row.mfu >= 0.35))
+    return found
+
+
+if __name__ == "__main__":
+    about = "Training throughput on this machine's GPU."
+
+    def not_needed(case: Case) -> Any:
+        raise ValueError("there is nothing to compile beforehand")
+
+    gpu.command(about, CSV, Case, measure, not_needed, (), report, main)
