@@ -11,6 +11,8 @@ from rich.live import Live
 from rich.table import Table
 
 from runningtensor.mqar.commands import app as mqar
+from runningtensor.mqar.commands import plainly
+from runningtensor.pretrain.commands import app as pretrain
 
 app = typer.Typer(help="Linear attention whose running memory is a tensor.", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(help="Speed and memory, beside the alternatives.", no_args_is_help=True)
@@ -18,6 +20,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(mqar, name="mqar")
 data = typer.Typer(help="Text as shards of tokens.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(pretrain, name="pretrain")
 console = Console()
 
 
@@ -75,18 +78,68 @@ def demo(
 MODEL = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]
 
 
+DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+
+
 @app.command()
+@plainly()
 def generate(
     model: MODEL,
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="What the text begins with, or goes on with.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.", min=0)] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
+    device: DEVICE = None,
+    load_state: Annotated[Path | None, typer.Option(help="A file of --save-state, to go on from.")] = None,
+    save_state: Annotated[Path | None, typer.Option(help="Where what was read and written is kept.")] = None,
 ) -> None:
     """Continue a prompt, printing the text as it is written."""
-    from runningtensor.models.commands import generate
+    if prompt is None and load_state is None:
+        raise typer.BadParameter("--prompt must be given where there is no --load-state")
+    if load_state is None and save_state is None:
+        from runningtensor.models.commands import generate
 
-    generate(model, prompt, max_new_tokens, temperature, device)
+        generate(model, prompt or "", max_new_tokens, temperature, device)
+    else:
+        from runningtensor.serve import writing
+
+        writing.generate(model, prompt or "", max_new_tokens, temperature, device, load_state, save_state)
+
+
+@app.command()
+@plainly()
+def chat(
+    model: MODEL,
+    max_new_tokens: Annotated[int, typer.Option(help="Of a reply, at most.", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.7,
+    device: DEVICE = None,
+) -> None:
+    """Talk with a model. Its state is kept from turn to turn, and in files if you like."""
+    from runningtensor.serve.chat import chat
+
+    chat(model, max_new_tokens, temperature, device)
+
+
+@app.command()
+@plainly()
+def serve(
+    model: MODEL,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0: everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What requests call the model; else its folder's name.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RUNNINGTENSOR_API_KEY", help="Required of every request.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a prompt and its answer, at most.", min=2)] = 32768,
+    batch: Annotated[int, typer.Option(help="Answers written at a time, at most.", min=1)] = 16,
+    device: DEVICE = None,
+) -> None:
+    """Answer requests as OpenAI's API does: completions and chat completions, streamed if asked for."""
+    try:
+        from runningtensor.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{error.name} is not installed: pip install 'runningtensor[serve]'") from error
+
+    serve(model, host, port, name, api_key, context, batch, device)
 
 
 @app.command()
@@ -109,6 +162,46 @@ def export(
     console.print(f"{model} → {folder}")
 
 
+@app.command()
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Folders, or names on the Hugging Face hub.")],
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="language (the default), retrieval, needle, recall or all; may be repeated."),
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task of the suites; may be repeated.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Data sets as local files: DIR/owner/name.")] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="For recall: a file or folder of texts, or what `data prepare` made.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples a task, for trying out.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+    device: DEVICE = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as the model was saved.")] = "auto",
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens that a model is shown; else 2,048, or what needle and recall need.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of recall.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where results and the figure go.")] = Path("results/evaluate"),
+) -> None:
+    """Compare models on downstream tasks. Stopped or killed, it goes on when it is called again."""
+    from runningtensor.evaluate.run import evaluate, table
+    from runningtensor.plots import plot_evaluation
+
+    try:
+        results = evaluate(
+            models, suite or ["language"], tasks=task or (), data=data, texts=texts, limit=limit, batch=batch,
+            device=device, dtype=dtype, max_length=max_length, seed=seed, out=out, console=console,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    console.print(table(results))
+    figure = out / f"{'-'.join(suite or ['language'])}.png"
+    plot_evaluation(results, figure)
+    console.print(f"→ {figure}", markup=False, highlight=False, soft_wrap=True)
+
+
 @bench.command()
 def ops(
     out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/bench"),
@@ -129,6 +222,14 @@ def ops(
         ops.main(out, quick)
 
 
+def on_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        console.print("There is no NVIDIA GPU here, and this measures nothing else.")
+        raise typer.Exit(1)
+
+
 @bench.command()
 def layers(
     out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/bench"),
@@ -136,14 +237,23 @@ def layers(
     resume: Annotated[bool, typer.Option(help="Keep what was measured before of this commit.")] = False,
 ) -> None:
     """On an NVIDIA GPU: time of the layer beside Gated DeltaNet's, and of decoding beside attention's."""
-    import torch
-
-    if not torch.cuda.is_available():
-        console.print("There is no NVIDIA GPU here, and this measures nothing else.")
-        raise typer.Exit(1)
+    on_gpu()
     from runningtensor.bench import layers_gpu
 
     layers_gpu.main(out, peers, resume)
+
+
+@bench.command("pretrain")
+def training(
+    out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = Path("results/bench"),
+    peers: Annotated[bool, typer.Option(help="Measure the alternatives too.")] = True,
+    resume: Annotated[bool, typer.Option(help="Keep what was measured before of this commit.")] = False,
+) -> None:
+    """On an NVIDIA GPU: training throughput of models of 0.6B parameters, beside attention and Gated DeltaNet."""
+    on_gpu()
+    from runningtensor.bench import pretrain_gpu
+
+    pretrain_gpu.main(out, peers, resume)
 
 
 @bench.command()

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -353,5 +354,140 @@ def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, capti
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     shape.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+EVALUATED = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+
+
+def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> None:
+    """Of models, by name: accuracies of tasks, needles against length, recall and perplexity against tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    points: dict[str, dict[str, list[tuple[Any, float, float]]]] = {}  # panel, then line, of model and kind
+    for model, records in results.items():
+        for record in records:
+            for panel, kind, x, measure in _evaluated(record):
+                point = (x, measure["value"], measure["stderr"] or 0.0)
+                points.setdefault(panel, {}).setdefault(f"{model}\t{kind}", []).append(point)
+    if not points:
+        return
+    panels = [name for name in ("tasks", "needle", "recall", "perplexity") if name in points]
+    titles = {
+        "tasks": "Tasks (%)",
+        "needle": "Needles found (%), RULER; dashed: of many keys",
+        "recall": "Recalled (%); dashed: never read",
+        "perplexity": "Perplexity up to a position",
+    }
+    names = list(dict.fromkeys(point[0] for line in points.get("tasks", {}).values() for point in line))
+    colours = {model: (EVALUATED[i % 7], MARKERS[i % 7]) for i, model in enumerate(results)}
+    size = (5.2 * len(panels), max(4.2, 1.4 + 0.32 * len(names)))
+    shape, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        for line, found in points[panel].items():
+            model, kind = line.split("\t")
+            colour, marker = colours[model]
+            x, y, error = zip(*(found if panel == "tasks" else sorted(found)), strict=True)
+            style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 7, "capsize": 2}
+            if panel == "tasks":
+                heights = [names.index(name) + 0.12 * list(results).index(model) for name in x]
+                ax.errorbar(y, heights, xerr=error, linestyle="", **style)
+            else:
+                dashed = kind in ("control", "niah_multikey_2")
+                inside = "white" if dashed else colour
+                line_style = "--" if dashed else "-"
+                ax.errorbar(x, y, yerr=error, linestyle=line_style, markerfacecolor=inside, **style)
+        ax.set_title(titles[panel], loc="left", fontweight="bold")
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+        if panel == "tasks":
+            ax.set_yticks(range(len(names)), names)
+            ax.invert_yaxis()
+            continue
+        lengths = sorted({point[0] for line in points[panel].values() for point in line})
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+        ax.minorticks_off()
+        ax.set_xlabel({"needle": "tokens of the haystack", "recall": "tokens since"}.get(panel, "position, in tokens"))
+        if panel != "perplexity":
+            ax.set_ylim(-3, 103)
+    for model, (colour, marker) in colours.items():
+        axes[0][0].plot([], [], color=colour, marker=marker, label=model)
+    shape.legend(loc="outside lower center", ncols=min(4, len(results)), frameon=False)
+    origin = next(record for records in results.values() for record in records)["origin"]
+    caption = f"{origin['device']}, torch {origin['torch']}, commit {origin['commit']}; bars: standard errors"
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+def _evaluated(record: dict[str, Any]) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Panel, kind of line, x and measure of what a record of an evaluation shows; accuracies in percent."""
+    task = record["key"]["task"]
+    for name, measure in record["measures"].items():
+        percent = {key: 100 * (measure[key] or 0.0) for key in ("value", "stderr")}
+        kind, _, tokens = name.partition("/")
+        if measure["value"] is None:
+            continue
+        if tokens:
+            yield ("perplexity", "", int(tokens), measure) if kind == "perplexity" else (
+                "recall", kind, int(tokens), percent,
+            )  # fmt: skip
+        elif name == record["metric"] and record["suite"] == "needle":
+            yield "needle", task.rpartition("_")[0], int(task.rpartition("_")[2]), percent
+        elif name == record["metric"] and "perplexity" not in name:
+            yield "tasks", "", task, percent
+
+
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def plot_pretraining(runs: dict[str, list[dict[str, Any]]], figure: Path) -> None:
+    """Losses against tokens, from the lines of logs: of training a mean over the steps before, of validation points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shape, ax = plt.subplots(figsize=(9, 5), layout="constrained")
+    lowest, highest = math.inf, -math.inf
+    for i, (name, lines) in enumerate(runs.items()):
+        colour, model = RUN_COLOURS[i % len(RUN_COLOURS)], lines[0]["recipe"]["model"]
+        steps = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
+        tests = [(line["tokens"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None]
+        if not steps:
+            continue
+        over = max(1, len(steps) // 50)
+        sums = [0.0]
+        for _, loss in steps:
+            sums.append(sums[-1] + loss)
+        means = [(sums[j + 1] - sums[max(0, j + 1 - over)]) / min(j + 1, over) for j in range(len(steps))]
+        tokens = [x for x, _ in steps]
+        last = f": {tests[-1][1]:.3f} in the end" if tests else ""
+        ax.plot(tokens, means, color=colour, linewidth=2, label=f"{model} ({name}){last}")
+        if tests:
+            ax.plot(*zip(*tests, strict=True), "o", color=colour, markersize=6)
+        # The first tenth falls so far that nothing else could be seen beside it.
+        later = means[len(means) // 10 :] + [loss for x, loss in tests if x >= tokens[len(tokens) // 10]]
+        lowest, highest = min(lowest, *later), max(highest, *later)
+    if lowest < highest:
+        ax.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.1 * (highest - lowest))
+    ax.xaxis.set_major_formatter(lambda x, _: next((f"{x / n:g}{unit}" for n, unit in UNITS if x >= n), f"{x:g}"))
+    ax.set_xlabel("tokens")
+    ax.set_title("Loss: training as lines, validation as points", loc="left", fontweight="bold")
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    if ax.has_data():
+        ax.legend(frameon=False)
+    origins = dict.fromkeys(
+        f"{at['device']}, torch {at['torch']}, commit {at['commit']}" for at in (x[0]["origin"] for x in runs.values())
+    )
+    shape.suptitle("; ".join(origins), fontsize="small", color="0.35")
     shape.savefig(figure, dpi=150)
     plt.close(shape)

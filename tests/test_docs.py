@@ -1,7 +1,9 @@
 """What README and docs say can be done, can be done: Python runs, commands are there and take what they are given."""
 
+import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +34,34 @@ def commands(shell: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs(code, tmp_path):
+def test_python_runs(code, tmp_path, free_port):
+    """In a folder with texts and a MODEL, and beside a server of it where there should be one."""
     pytest.importorskip("transformers", reason="transformers comes with the extra hf")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": page.read_text()}) + "\n" for page in PAGES))
+    if "MODEL" in code:
+        from speakers import SPEAKER, folder
+
+        folder(tmp_path / "MODEL", template=SPEAKER)
+    if "8000" in code:
+        for package in ("fastapi", "uvicorn", "openai"):
+            pytest.importorskip(package, reason=f"a server needs {package}, which comes with the extra serve or dev")
+        from speakers import served
+
+        with served(tmp_path / "MODEL", "--port", free_port):
+            run(code.replace("8000", str(free_port)), tmp_path)
+    else:
+        run(code, tmp_path)
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run(code: str, folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,1 +1,1 @@
-"""Pretraining of language models: the tokenizer and the data."""
+"""Pretraining of language models: tokenizer, data, recipes, the engine, checkpoints."""
