@@ -1,6 +1,7 @@
 """The recurrent, the parallel and the chunk form are one function."""
 
 import pytest
+import torch
 from helpers import ORDERS, WIDTHS, call, make, near, op, recurrent, rel
 
 from runningtensor import running_tensor
@@ -54,3 +55,12 @@ def test_the_same_inputs_give_the_same_bits():
     x = make(T=130)
     (out, state), (out2, state2) = op(x), op(x)
     assert out.equal(out2) and state.equal(state2)
+
+
+def test_bounds_that_are_known_are_not_read_again():
+    from runningtensor.ops.interface import check_packing, known_packing
+
+    unreadable = torch.empty(3, dtype=torch.int64, device="meta")
+    assert check_packing(known_packing(unreadable, torch.tensor([0, 2, 5])), 5) == [0, 2, 5]
+    with pytest.raises(ValueError, match="decreasing from 7 to 5"):
+        known_packing(unreadable, torch.tensor([0, 7, 5]))

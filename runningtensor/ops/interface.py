@@ -160,6 +160,13 @@ def check_packing(cu_seqlens: Tensor, T: int) -> list[int]:
     return bounds
 
 
+def known_packing(cu_seqlens: Tensor, same: Tensor) -> Tensor:
+    """cu_seqlens, which holds what `same` holds on the CPU: so that nobody has to wait for a GPU to read it."""
+    T = int(same[-1])
+    _packings[cu_seqlens] = (cu_seqlens._version, T, check_packing(same, T))
+    return cu_seqlens
+
+
 # On a GPU, reading them waits for it: every layer of a model should not. What is written to them without torch knowing,
 # through numpy say, is not noticed.
 _packings: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from runningtensor.models import RunningTensorConfig, RunningTensorForCausalLM
+from runningtensor.ops.interface import known_packing
 from runningtensor.pretrain.data import IGNORE, Packed, Shards, pack
 from runningtensor.pretrain.recipes import Recipe, configuration
 
@@ -203,6 +204,10 @@ class Trainer:
     def to_device(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
 
+    def summed_loss(self, part: Packed) -> Tensor:
+        input_ids, labels, cu_seqlens = map(self.to_device, part)
+        return self.model(input_ids, labels, known_packing(cu_seqlens, part.cu_seqlens))
+
     def launch(self, step: int, stop: bool) -> Launched:
         """One step of the optimiser. `stop` is this rank's wish, and its sum over ranks is among the numbers."""
         # Whatever is random in a step follows from its number: generators need no place in a checkpoint.
@@ -216,7 +221,7 @@ class Trainer:
         for i, part in enumerate(parts):
             # Sharded gradients are summed over shards each time, which saves memory, and over replicas once.
             self.model.set_requires_all_reduce(i == len(parts) - 1)
-            summed = self.model(*map(self.to_device, part))
+            summed = self.summed_loss(part)
             (summed * (self.ranks / totals[0])).backward()  # FSDP divides by the number of ranks
             loss += summed.detach()
         dist.all_reduce(loss)
@@ -240,7 +245,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for part in self.parts(shards, 0, count):
-            totals[0] += self.model(*map(self.to_device, part))
+            totals[0] += self.summed_loss(part)
             totals[1] += int((part.labels != IGNORE).sum())
         self.model.train()
         self.model.reshard()  # without a backward nothing else does
