@@ -1,0 +1,1 @@
+"""Downstream evaluation: tasks of lm-evaluation-harness, needles in haystacks, and recall on one's own texts."""
