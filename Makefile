@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: demo test lint bench clean
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/runningtensor demo
 
 test: .venv/ready
@@ -19,14 +19,20 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/ready
+bench: .venv/demo
 	$(BIN)/runningtensor bench ops
 
-# Reinstalls only when what it depends on changes.
-.venv/ready: pyproject.toml $(CONSTRAINTS)
+# Reinstall only when what they depend on changes. The demo needs little of what the tests do.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e
+
+.venv/demo: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up .venv (once; PyTorch is the large part) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	$(INSTALL) '.[bench]'
+	@touch $@
+
+.venv/ready: .venv/demo
+	$(INSTALL) '.[dev]'
 	@touch $@
 
 clean:
