@@ -304,6 +304,7 @@ def test_too_many_of_them_end_the_run(data: Path, tmp_path: Path, monkeypatch: p
     [
         ({"lr": 1e-4}, "another recipe: lr was 0.003 and is 0.0001. Go on as then, or into another folder"),
         ({"key_dims": (5, 6), "seed": 1}, r"key_dims was \[6, 6\] and is \[5, 6\], seed was 0 and is 1"),
+        ({"dtype": "bfloat16"}, "dtype was float32 and is bfloat16"),  # what auto was on this device
     ],
 )
 def test_a_checkpoint_of_another_recipe_is_refused(data: Path, whole: Path, changes: dict, message: str) -> None:

@@ -5,6 +5,7 @@ their names, a batch from its position, and the loss is divided by the labels of
 """
 
 import copy
+import gc
 import hashlib
 import os
 import threading
@@ -57,6 +58,7 @@ def process_group(recipe: Recipe) -> Iterator[tuple[torch.device, DeviceMesh]]:
             shape = (recipe.replicate, ranks // recipe.replicate)
             yield device, init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
     finally:
+        gc.collect()  # a sharded model is a cycle; what it holds of the group must be gone before the group is
         dist.destroy_process_group()
 
 

@@ -53,7 +53,7 @@ class Recipe:
     dtype: str = "auto"  # of parameters and activations: bfloat16 on CUDA, else float32. The optimiser's are float32
     seed: int = 0  # of the weights and of the order of the data
 
-    sequences: int = 8  # at most so many at a time on a rank: what memory allows; the rest of a batch comes after
+    sequences: int = 4  # at most so many at a time on a rank: what memory allows; the rest of a batch comes after
     device: str = "auto"  # cuda if there is one
     replicate: int = 1  # groups of ranks, each with a whole model sharded over it: 1 shards over all ranks
     activation_checkpointing: bool = False  # layers are computed again backward, for memory

@@ -38,6 +38,7 @@ def train(recipe: Recipe, data: Path, out: Path, console: Console | None = None)
         stack.callback(checkpoints.close)
         trainer = Trainer(recipe, shards, steps, device, mesh)
         written = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(recipe).items()}  # as JSON has it
+        written["dtype"] = str(dtype_on(recipe, device)).removeprefix("torch.")  # on another device, auto is another
         notes: dict[str, Any] = {"position": 0, "skipped": 0, "in_a_row": 0}
         if latest := checkpoints.latest():
             notes = about(latest)
