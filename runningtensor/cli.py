@@ -1,5 +1,6 @@
 """The `runningtensor` command."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ app.add_typer(mqar, name="mqar")
 data = typer.Typer(help="Text as shards of tokens.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(pretrain, name="pretrain")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width, and the tables need one
 
 
 @app.command()
