@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from runningtensor.commands import DEVICE, plainly
 from runningtensor.mqar.commands import app as mqar
-from runningtensor.mqar.commands import plainly
 from runningtensor.pretrain.commands import app as pretrain
 
 app = typer.Typer(help="Linear attention whose running memory is a tensor.", no_args_is_help=True, add_completion=False)
@@ -27,7 +27,7 @@ console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no w
 
 @app.command()
 def selfcheck(
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    device: DEVICE = None,
 ) -> None:
     """Compare every backend on this machine with the float64 recurrence, outputs and gradients."""
     import torch
@@ -77,9 +77,6 @@ def demo(
 
 
 MODEL = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]
-
-
-DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
 
 
 @app.command()
@@ -223,6 +220,10 @@ def ops(
         ops.main(out, quick)
 
 
+PEERS = Annotated[bool, typer.Option(help="Measure the alternatives too.")]
+RESUME = Annotated[bool, typer.Option(help="Keep what was measured before of this commit.")]
+
+
 def on_gpu() -> None:
     import torch
 
@@ -234,8 +235,8 @@ def on_gpu() -> None:
 @bench.command()
 def layers(
     out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("results/bench"),
-    peers: Annotated[bool, typer.Option(help="Measure the alternatives too.")] = True,
-    resume: Annotated[bool, typer.Option(help="Keep what was measured before of this commit.")] = False,
+    peers: PEERS = True,
+    resume: RESUME = False,
 ) -> None:
     """On an NVIDIA GPU: time of the layer beside Gated DeltaNet's, and of decoding beside attention's."""
     on_gpu()
@@ -247,8 +248,8 @@ def layers(
 @bench.command("pretrain")
 def training(
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = Path("results/bench"),
-    peers: Annotated[bool, typer.Option(help="Measure the alternatives too.")] = True,
-    resume: Annotated[bool, typer.Option(help="Keep what was measured before of this commit.")] = False,
+    peers: PEERS = True,
+    resume: RESUME = False,
 ) -> None:
     """On an NVIDIA GPU: training throughput of models of 0.6B parameters, beside attention and Gated DeltaNet."""
     on_gpu()

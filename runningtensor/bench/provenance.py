@@ -1,6 +1,8 @@
-"""One row of results, where it came from, and the CSV it goes into."""
+"""One row of results, where it came from, and the CSV or JSON it goes into."""
 
 import csv
+import json
+import math
 import os
 import platform
 import subprocess
@@ -119,3 +121,20 @@ def commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def finite(x: Any) -> Any:
+    """JSON has no NaN and no infinity: null instead."""
+    if isinstance(x, dict):
+        return {key: finite(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """All of it or nothing, whenever the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    tmp.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    tmp.replace(path)

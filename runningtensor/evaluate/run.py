@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import runningtensor.models  # noqa: F401  known to transformers' Auto classes from here on
-from runningtensor.bench.provenance import installed, provenance
+from runningtensor.bench.provenance import finite, installed, provenance, write_json
 from runningtensor.evaluate import recall
 from runningtensor.evaluate.measures import Measure
 from runningtensor.evaluate.suites import SHOWN, Task, choose, positions
@@ -73,7 +73,7 @@ def evaluate(
                 asked: Record = {"key": key, "suite": task.suite, "metric": task.metric}
                 record = asked | work.run(model, task, shown)
                 known.append(record)
-                write(path, {"model": name, "fingerprint": model.fingerprint, "results": known})
+                write_json(path, {"model": name, "fingerprint": model.fingerprint, "results": known})
             results[name].append(record)
             if record["cut_prompts"]:
                 say(f"{task.name}: {record['cut_prompts']} prompts were too long, and lost their beginning")
@@ -190,19 +190,6 @@ def fingerprint(model: str) -> str:
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
-
-
-def finite(values: Sequence[float | None]) -> list[float | None]:
-    """JSON has no NaN and no infinity: null instead."""
-    return [x if x is not None and math.isfinite(x) else None for x in values]
-
-
-def write(path: Path, content: Record) -> None:
-    """All of it or nothing, whenever the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    new.replace(path)
 
 
 # -- The table ---------------------------------------------------------------------------------------------------------

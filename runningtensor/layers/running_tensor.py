@@ -165,14 +165,7 @@ class RunningTensor(nn.Module):
             source = torch.cat((window.to(source.dtype), source), 1)
         queries, keys, values, beta, log_decay, scale, gate = self.front(source, T, position, mask)
         if T == 1 and state is not None and not torch.is_grad_enabled():
-            out = running_tensor_step(
-                tuple(q[:, 0] for q in queries),
-                tuple(k[:, 0] for k in keys),
-                values[:, 0],
-                state,
-                beta=None if beta is None else beta[:, 0],
-                log_decay=None if log_decay is None else log_decay[:, 0],
-            )[:, None]
+            out = self.step(queries, keys, values, beta, log_decay, state)
         else:
             out, state = running_tensor(
                 queries,
@@ -185,7 +178,7 @@ class RunningTensor(nn.Module):
                 output_final_state=cache is not None,
                 cu_seqlens=cu_seqlens,
             )
-        out = self.out_proj(self.norm(out, gate.unflatten(-1, (self.num_heads, self.value_dim)), scale).flatten(-2))
+        out = self.back(out, gate, scale)
         if mask is not None:
             out = out * mask[..., None]
         if order is not None:
@@ -240,6 +233,30 @@ class RunningTensor(nn.Module):
             values = (values * torch.exp(-g)[..., None]).to(values.dtype)
             scale = torch.exp(g)
         return queries, keys, values, beta, log_decay, scale, gate
+
+    def step(
+        self,
+        queries: tuple[Tensor, ...],
+        keys: tuple[Tensor, ...],
+        values: Tensor,
+        beta: Tensor | None,
+        log_decay: Tensor | None,
+        state: Tensor,  # [B,H,…], updated in place
+    ) -> Tensor:
+        """The rule, of what `front` gives of one token of each sequence: [B,1,H,V]."""
+        return running_tensor_step(
+            tuple(q[:, 0] for q in queries),
+            tuple(k[:, 0] for k in keys),
+            values[:, 0],
+            state,
+            beta=None if beta is None else beta[:, 0],
+            log_decay=None if log_decay is None else log_decay[:, 0],
+        )[:, None]
+
+    def back(self, out: Tensor, gate: Tensor, scale: Tensor | None) -> Tensor:
+        """From the rule's outputs [B,T,H,V] to hidden states."""
+        gate = gate.unflatten(-1, (self.num_heads, self.value_dim))
+        return self.out_proj(self.norm(out, gate, scale).flatten(-2))
 
     def next_window(self, source: Tensor, T: int, mask: Tensor | None) -> Tensor:
         """The inputs of the convolution at the last tokens that were there."""

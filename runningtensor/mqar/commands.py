@@ -1,8 +1,6 @@
 """`runningtensor mqar`: one run, a grid of runs, and the tables they fill."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,18 +9,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from runningtensor.commands import DEVICE, plainly
+
 app = typer.Typer(help="Recall of key-value pairs: one run, the paper's grids, its tables.", no_args_is_help=True)
 console, aside = Console(), Console(stderr=True)
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """What the user can mend is said in one line, without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        aside.print(f"[red]{escape(' '.join(str(error).split()))}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 class Grid(StrEnum):
@@ -34,7 +24,6 @@ class Grid(StrEnum):
 
 
 OUT = Annotated[Path, typer.Option(help="Where results and figures are.")]
-DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
 
 
 @app.command()

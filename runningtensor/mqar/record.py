@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from runningtensor.bench.provenance import finite
 from runningtensor.mqar.data import Task
 from runningtensor.mqar.mixers import MIXERS
 
@@ -169,12 +170,3 @@ def run_from(record: dict[str, Any]) -> Run:
 def point_from(record: dict[str, Any]) -> Point:
     read: dict[str, Any] = {name: math.nan if value is None else value for name, value in record.items()}
     return Point(**read | {"also": [Score(**score) for score in record["also"]]})
-
-
-def finite(x: Any) -> Any:
-    """JSON has no NaN and no infinity: null instead."""
-    if isinstance(x, dict):
-        return {key: finite(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -1,8 +1,5 @@
 """`runningtensor pretrain`: the recipes, a figure of runs, and a run's model as a Hugging Face folder."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,23 +7,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from runningtensor.commands import plainly
 from runningtensor.pretrain.recipes import MODELS, RECIPES, changed
 
 app = typer.Typer(help="Pretraining: recipes, a figure of runs, a model to use.", no_args_is_help=True)
 console = Console()
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """What the user can mend is said in one line, without a traceback; under torchrun, by which rank."""
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError) as error:
-        rank = os.environ.get("RANK", "0")
-        who = f"rank {rank}: " if rank != "0" else ""
-        words = escape(who + " ".join(str(error).split()))
-        Console(stderr=True).print(f"[red]{words}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 def add(name: str) -> None:

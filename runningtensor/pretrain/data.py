@@ -31,6 +31,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from runningtensor.bench.provenance import write_json
+
 IGNORE = -100  # no label
 FORMATS = (".jsonl", ".jsonl.gz", ".parquet", ".txt")
 Ints = npt.NDArray[np.int64]
@@ -161,7 +163,7 @@ def prepare(
     elif any(path.suffix != ".tmp" for path in out.iterdir()):
         raise ValueError(f"{out} must be empty or what an earlier call began, but has other files")
     else:
-        _write(out / "plan.json", plan)
+        write_json(out / "plan.json", plan)
     tokenizer.save_pretrained(out / "tokenizer")
 
     left = [i for i in range(len(tasks)) if not (out / f"{i:05d}.json").exists()]
@@ -172,7 +174,7 @@ def prepare(
     if not sum(counts["documents"] for counts in total.values()):
         raise ValueError(f"there is no document in {', '.join(inputs)}: every text is empty")
     meta = plan | total | {"shards": shards}
-    _write(out / "meta.json", meta)
+    write_json(out / "meta.json", meta)
     shutil.rmtree(out / "tmp", ignore_errors=True)
     for path in out.glob("*.tmp"):
         path.unlink()
@@ -269,14 +271,7 @@ def _shard(out: Path, plan: dict[str, Any], number: int, eos: str) -> None:
         }
         index.replace(out / f"{name}.index")
         written.replace(out / name)
-    _write(out / f"{number:05d}.json", record)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing, whenever the process is killed."""
-    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    tmp.write_text(json.dumps(content, indent=1))
-    tmp.replace(path)
+    write_json(out / f"{number:05d}.json", record)
 
 
 # ── Reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────

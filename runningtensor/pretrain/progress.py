@@ -5,7 +5,6 @@ of later steps, so that each step is there once, and says with a line that it we
 """
 
 import json
-import math
 import os
 import resource
 import sys
@@ -17,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from runningtensor.bench.provenance import finite
 from runningtensor.pretrain.recipes import Recipe
 
 LOG = "log.jsonl"
@@ -64,11 +64,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not found or "recipe" not in found[0]:
         raise ValueError(f"{path} must begin with a recipe, but {'does not' if found else 'has no line'}")
     return found
-
-
-def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null instead."""
-    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
 
 
 class Board:

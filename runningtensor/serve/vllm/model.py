@@ -30,7 +30,7 @@ from runningtensor.models.modeling_running_tensor import (
     RunningTensorModel,
     rotations,
 )
-from runningtensor.ops import running_tensor, running_tensor_step
+from runningtensor.ops import running_tensor
 
 Shapes = tuple[tuple[int, ...], ...]
 DTYPES = (torch.float32, torch.float32)  # of state and window: small windows of halves would not keep pages aligned
@@ -108,16 +108,9 @@ class PagedLayer(nn.Module, MambaBase):
         state, window = self.take(pages, fresh)
         source = torch.cat((window.to(x.dtype), x[:, None]), 1)
         queries, keys, values, beta, log_decay, scale, gate = self.layer.front(source, 1, None, None)
-        out = running_tensor_step(
-            tuple(q[:, 0] for q in queries),
-            tuple(k[:, 0] for k in keys),
-            values[:, 0],
-            state,
-            beta=None if beta is None else beta[:, 0],
-            log_decay=None if log_decay is None else log_decay[:, 0],
-        )
+        out = self.layer.step(queries, keys, values, beta, log_decay, state)
         self.put(pages, state, source[:, 1:])
-        return self.finish(out[:, None], gate, scale)[:, 0]
+        return self.layer.back(out, gate, scale)[:, 0]
 
     def read(self, x: Tensor, pages: Tensor, fresh: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Many tokens of each sequence, one after another: x [T,C]."""
@@ -142,12 +135,7 @@ class PagedLayer(nn.Module, MambaBase):
             cu_seqlens=cu_seqlens,
         )
         self.put(pages, after, source[starts[1:] - before])
-        return self.finish(out, gate[:, rows], scale)[0]
-
-    def finish(self, out: Tensor, gate: Tensor, scale: Tensor | None) -> Tensor:
-        layer = self.layer
-        gate = gate.unflatten(-1, (layer.num_heads, layer.value_dim))
-        return layer.out_proj(layer.norm(out, gate, scale).flatten(-2))
+        return self.layer.back(out, gate[:, rows], scale)[0]
 
     def take(self, pages: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
         """States and windows of sequences, zeros of those that begin."""
