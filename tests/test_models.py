@@ -136,6 +136,18 @@ def test_a_packed_row_costs_attention_no_more_than_its_sequences_do():
 # -- The loss ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_attention_holds_no_scores_of_a_whole_prompt(dtype):
+    model, T = build("one of each", dtype).cuda(), 8192
+    ids = tokens(1, T).cuda()
+    logits(model, ids[:, :64], use_cache=True)  # kernels are made
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logits(model, ids, use_cache=True, logits_to_keep=1)
+    assert torch.cuda.max_memory_allocated() - before < 4 * T * T  # of one head, in float32
+
+
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 def test_the_loss_in_chunks_is_cross_entropy(tied):
     model, ids = build(loss_chunk_size=7, tie_word_embeddings=tied), tokens(3, 11)

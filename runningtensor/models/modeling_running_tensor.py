@@ -70,11 +70,12 @@ class RunningTensorAttention(nn.Module):
         )
         q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))  # [B,H,T,·]
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if cu_seqlens is not None:
-            out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cu_seqlens)
-            return self.o_proj(out.flatten(2)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        whole = self.config._attn_implementation == "sdpa" and attention_mask is None and q.shape[2] == k.shape[2]
+        if cu_seqlens is not None or whole:  # transformers' would hold all T² scores of float32
+            out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cu_seqlens)
+            return self.o_proj(out.flatten(2)), None
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
