@@ -86,6 +86,7 @@ VARIANTS = {  # of the protocol: what calibration chooses from
     "as it stands": PROTOCOL,
     "half the steps": replace(PROTOCOL, steps=PROTOCOL.steps // 2),
     "half the batch": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2),
+    "half the batch, cosine": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2, schedule="cosine"),
     "no lengths between": replace(PROTOCOL, doubled_from=10**9),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
     "cosine": replace(PROTOCOL, schedule="cosine"),
