@@ -9,39 +9,78 @@ import triton.language as tl
 
 from runningtensor.layers.front_kernels import (
     EPS,
+    GATES,
+    KEYS,
+    QUERIES,
     TAU,
+    VALUES,
     begin,
     convolved,
     dot,
     key_role,
     lanes,
     log_sigmoid,
+    sigmoid,
     silu,
     silu_gradient,
     standing,
     token,
-    value_role,
     widest,
     window,
 )
 
 
 @triton.jit
+def given_at(
+    s,
+    dout,
+    dgone,
+    position,
+    mask,
+    T,
+    rows,
+    real,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    SLOT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Of token t + s of each row: the gradients of its channels and of the slot or what its gate became, and how it
+    stands."""
+    h, t, there, row, width = rows
+    w = tl.arange(0, W)[None, :]
+    inside = there & (t + s >= 0) & (t + s < T)
+    place = tl.where(inside, (row + s) * H + h, 0)  # else heads would go to neighbouring lanes, by way of memory
+    at = dout + (place * (width + SLOT) + SLOT + w)
+    found = ()
+    for j in tl.static_range(N):
+        found += (tl.load(at + j * W, mask=inside & real[j], other=0.0).to(tl.float32),)
+    other = w * 0.0
+    if SLOT == 1:
+        other = tl.load(dout + (place * (width + 1) + w * 0), mask=inside, other=0.0).to(tl.float32)
+    if dgone is not None:
+        other = tl.load(dgone + (place + w * 0), mask=inside, other=0.0).to(tl.float32)
+    age, kept = standing(position, mask, t + s, row + s, inside, w, PACKED)
+    return found, other, age, kept
+
+
+@triton.jit
 def walk_back(
-    VALUES: tl.constexpr,
+    KIND: tl.constexpr,
     WIDEST: tl.constexpr,
     role,
-    dforget,
-    dbeta,
+    dgone,
     given,
     SHAPE: tl.constexpr,
     GATED: tl.constexpr,
+    BARE: tl.constexpr,
     SLOT: tl.constexpr,
     TELESCOPING: tl.constexpr,
 ):
     """From the last token to the first. The tokens just after the span are walked through too: the convolution takes
     their gradients to tokens within it."""
-    second, width, _, _, bare, dout = role
+    width, _, _, dout = role
     x, conv, position, mask, dfused, dconv, B, T = given
     H: tl.constexpr = SHAPE[0]
     X: tl.constexpr = SHAPE[2]
@@ -57,14 +96,11 @@ def walk_back(
     N: tl.constexpr = (WIDEST + W - 1) // W
     R: tl.constexpr = LANES // W
     w = tl.arange(0, W)[None, :]
-    h, t, there, x, source, first, row, c, real, taps, at = begin(role, x, conv, B, T, SHAPE, GATED, W, N)
+    h, t, there, x, source, first, row, c, real, taps, at = begin(role, x, conv, B, T, SHAPE, GATED, BARE, W, N)
     if mask is not None:
         mask += first
-    if GATED:  # once, and not at all for keys or where there is no such gate
-        mine = (w == 0) & ~second
-        if VALUES:
-            mine = (w == 0) & tl.where(second, dbeta is not None, dforget is not None)
-        real = real[:N] + (mine,)
+    if GATED:
+        real = real[:N] + (w == 0,)  # once
     seen = window(x, at, source, t, LAST, there, T, X, EXTRA, SIZE)
     dout += first * (H * (width + SLOT))
     dfused += first * F
@@ -72,68 +108,75 @@ def walk_back(
     pending = (nothing,) * (len(at) * (SIZE - 1))  # gradients of tokens before, as far as they are known
     dtaps = (nothing,) * (len(at) * SIZE)
     steps = tl.where(tl.program_id(0) * R < B * tl.cdiv(T, SPAN) * H, SPAN + SIZE - 1, 0)
+    if dgone is not None:
+        dgone += first * H
+    rows = (h, t, there, row, width)
+    coming = given_at(LAST, dout, dgone, position, mask, T, rows, real, N, W, H, SLOT, PACKED)
     for i in range(steps):
         s = LAST - i
-        inside = there & (t + s < T)
-        own = inside & (s < SPAN)
+        own = there & (t + s < T) & (s < SPAN)
+        d, other, age, kept = coming
+        # Asked for a token ahead, as its channels are: who asks when it is needed waits.
+        coming = given_at(s - 1, dout, dgone, position, mask, T, rows, real, N, W, H, SLOT, PACKED)
         before = token(x, at, source, t, s - SIZE, there, T, X, EXTRA)
-        age, kept = standing(position, mask, t + s, row + s, inside, w, PACKED)
-        place = tl.where(there, (row + s) * H + h, 0)  # else heads would go to neighbouring lanes, by way of memory
-        into = place * (width + SLOT) + SLOT + w
-        d = ()
-        for j in tl.static_range(N):
-            d += (tl.load(dout + (into + j * W), mask=inside & real[j], other=0.0).to(tl.float32),)
         y = convolved(seen, taps, age, SIZE, PACKED)
         z = y[len(y) - 1]
-        act = silu(y, N)
-        dy = ()
-        if VALUES:
+        if KIND == GATES:
+            dy = d
+            if GATED:
+                beta = sigmoid(z)
+                dy += (other * beta * (1.0 - beta),)
+        elif KIND == VALUES:
+            dy = ()
             scale = tl.full([1, W], 1.0, tl.float32)
-            dz = tl.zeros([1, W], tl.float32)
-            if dforget is not None:
+            if GATED:
                 g = log_sigmoid(z) / TAU
-                dg = tl.load(dforget + first * H + (place + w * 0), mask=inside & ~second, other=0.0)
                 if TELESCOPING:
                     scale = tl.exp(-g)
-                    dg = dg * tl.exp(g) - scale * dot(act, d, N)
+                    dg = other * tl.exp(g) - scale * dot(silu(y, N), d, N)
                 else:
-                    dg *= kept
-                dz = dg * tl.sigmoid(-z) / TAU
-            if dbeta is not None:
-                db = tl.load(dbeta + first * H + (place + w * 0), mask=inside & second, other=0.0)
-                beta = tl.sigmoid(z)
-                dz = tl.where(second, db.to(tl.float32) * beta * (1.0 - beta), dz)
+                    dg = other * kept
             for j in tl.static_range(N):
-                dy += (tl.where(second, d[j], silu_gradient(scale * d[j], y[j])),)
-            dy += (dz,)
+                dy += (silu_gradient(scale * d[j], y[j]),)
+            if GATED:
+                dy += (dg * sigmoid(-z) / TAU,)
         else:
-            kept = tl.where(second, kept, 1.0)
+            dy = ()
+            act = silu(y, N)
             length = dot(act, act, N)
             norm = tl.rsqrt(length + EPS)
-            along = dot(act, d, N) * norm * kept
-            scale = kept
+            along = dot(act, d, N) * norm
+            scale = along * 0.0 + 1.0
+            if KIND == KEYS:
+                along *= kept
+                scale = kept
             aside = along
             if SLOT == 1:
-                d0 = tl.load(dout + (place * (width + 1) + w * 0), mask=inside, other=0.0).to(tl.float32) * kept
-                xi = tl.where(second, 1.0, tl.sigmoid(z))
-                one = tl.where(second, 1.0, 1.0 - xi)
+                d0 = other
+                xi, one = 1.0, 1.0
+                if KIND == KEYS:
+                    d0 *= kept
+                else:
+                    xi = sigmoid(z)
+                    one = 1.0 - xi
                 length *= norm * norm
                 r = tl.rsqrt(length * xi * xi + one * one + EPS)
                 total = (xi * along + one * d0) * r * r
                 along = r * (along - xi * length * total)
                 dz = (along - r * (d0 - one * total)) * xi * one
-                scale = xi * r * kept
+                scale *= xi * r
                 aside = xi * (xi * r * total + along)
             for j in tl.static_range(N):
                 dy += (silu_gradient(norm * (scale * d[j] - aside * norm * act[j]), y[j]),)
-            if SLOT == 1:
+            if GATED:
                 dy += (dz,)
         known, sums, now = (), (), ()
         for j in tl.static_range(len(at)):
             full = taps[j * SIZE + SIZE - 1] * dy[j]
             if SIZE > 1:
                 full += pending[j * (SIZE - 1)]
-            tl.store(dfused + ((row + s) * F + c[j]), full.to(dfused.dtype.element_ty), mask=own & real[j])
+            into = dfused + ((row + s) * F + c[0]) + j * W if j < N else dfused + ((row + s) * F + c[j])
+            tl.store(into, full.to(dfused.dtype.element_ty), mask=own & real[j])
             for k in tl.static_range(1, SIZE):
                 part = taps[j * SIZE + SIZE - 1 - k] * dy[j]
                 if PACKED:
@@ -153,8 +196,8 @@ def walk_back(
     dconv += span.to(tl.int64) * (C * SIZE)
     for j in tl.static_range(len(at)):
         for k in tl.static_range(SIZE):
-            written = there & real[j] & ((j >= N) | ~bare)
-            tl.store(dconv + c[j] * SIZE + k, dtaps[j * SIZE + k], mask=written)
+            if j >= N or not BARE:
+                tl.store(dconv + c[j] * SIZE + k, dtaps[j * SIZE + k], mask=there & real[j])
 
 
 @triton.jit(do_not_specialize=["B", "T"])
@@ -192,14 +235,21 @@ def front_gradients_kernel(
 ):
     given = (x, conv, position, mask, dfused, dconv, B, T)
     M: tl.constexpr = 2 * len(KEY_DIMS)
+    G: tl.constexpr = STARTS[M + 1]
     SHAPE: tl.constexpr = (H, D, X, F, SIZE, SPAN, LANES, EXTRA, PACKED, C)
     part = tl.program_id(1)
-    if part < M:
-        role = key_role(part, dqueries, dkeys, KEY_DIMS, STARTS)
-        walk_back(False, widest(KEY_DIMS), role, None, None, given, SHAPE, SKIP, SKIP, TELESCOPING)
+    if part == M:
+        role = (V, STARTS[M], G, dvalues)
+        walk_back(VALUES, V, role, dforget, given, SHAPE, dforget is not None, False, 0, TELESCOPING)
+    elif part == M + 1:
+        role = (V, STARTS[len(STARTS) - 1], G + H, dgate)
+        walk_back(GATES, V, role, dbeta, given, SHAPE, dbeta is not None, GATE_CONV == 0, 0, TELESCOPING)
+    elif part % 2 == 0:
+        role = key_role(part // 2, dqueries, False, KEY_DIMS, STARTS)
+        walk_back(QUERIES, widest(KEY_DIMS), role, None, given, SHAPE, SKIP, False, SKIP, TELESCOPING)
     else:
-        role = value_role(part, dvalues, dgate, V, STARTS, M, H, GATE_CONV)
-        walk_back(True, V, role, dforget, dbeta, given, SHAPE, True, 0, TELESCOPING)
+        role = key_role(part // 2, dkeys, True, KEY_DIMS, STARTS)
+        walk_back(KEYS, widest(KEY_DIMS), role, None, given, SHAPE, False, False, SKIP, TELESCOPING)
 
 
 @triton.jit

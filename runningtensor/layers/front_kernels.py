@@ -15,14 +15,17 @@ which have columns of their own where channels are mixed (X = D + 2), for there 
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 EPS = tl.constexpr(1e-6)  # of norms.l2_normalize
 TAU = tl.constexpr(16.0)
+# What a program makes; each kind is compiled by itself, and has nothing of the others to do.
+QUERIES, KEYS, VALUES, GATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.constexpr_function
 def lanes(width):
     """Of a piece: at most four pieces, and not much padding."""
-    return min(max(8, triton.next_power_of_2(width) // 4), 128)
+    return min(max(4, triton.next_power_of_2(width) // 4), 128)
 
 
 @triton.constexpr_function
@@ -52,22 +55,23 @@ def channels(start, gate, h, width, N: tl.constexpr, W: tl.constexpr, GATED: tl.
     for j in tl.static_range(N):
         found += (start + h * width + j * W + w,)
         real += (j * W + w < width,)
-    if GATED:
-        found += (gate + h + w * 0,)
+    if GATED:  # not known to be in a row, else heads would go to neighbouring lanes, by way of memory
+        found += (gate + tl.where(h < 0, 0, h) + w * 0,)
         real += (w >= 0,)
     return found, real
 
 
 @triton.jit
-def taps_of(conv, c, real, bare, N: tl.constexpr, SIZE: tl.constexpr):
+def taps_of(conv, c, real, N: tl.constexpr, SIZE: tl.constexpr, BARE: tl.constexpr):
     """Weights of the convolution: of each piece, and in it from the oldest token to the newest. If bare, the pieces
     are not convolved, but for the gate."""
     found = ()
     for j in tl.static_range(len(c)):
         for i in tl.static_range(SIZE):
-            y = tl.load(conv + c[j] * SIZE + i, mask=real[j] & ((j >= N) | ~bare), other=0.0).to(tl.float32)
-            if j < N and i == SIZE - 1:
-                y = tl.where(real[j] & bare, 1.0, y)
+            if BARE and j < N:
+                y = tl.where(real[j], 1.0 if i == SIZE - 1 else 0.0, 0.0)
+            else:
+                y = tl.load(conv + c[j] * SIZE + i, mask=real[j], other=0.0).to(tl.float32)
             found += (y,)
     return found
 
@@ -90,7 +94,7 @@ def token(x, at, row, t, s, there, T, X: tl.constexpr, EXTRA: tl.constexpr):
     there = there & (t + s >= -EXTRA) & (t + s < T)
     found = ()
     for j in tl.static_range(len(at)):
-        found += (tl.load(x + ((row + s) * X + at[j]), mask=there, other=0.0).to(tl.float32),)
+        found += (tl.load(x + (row + s) * X + at[j], mask=there, other=0.0).to(tl.float32),)
     return found
 
 
@@ -122,11 +126,26 @@ def convolved(seen, taps, age, SIZE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-x))
+    # The same without detours for subnormal numbers, which 1 + exp(-x) is never near.
+    short: tl.constexpr = """{
+        .reg .f32 y;
+        mul.ftz.f32 y, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 y, y;
+        add.ftz.f32 y, y, 0f3F800000;
+        rcp.approx.ftz.f32 $0, y;
+    }"""
+    return tl.inline_asm_elementwise(short, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def silu(y, N: tl.constexpr):
     """Of the first N pieces."""
     found = ()
     for j in tl.static_range(N):
-        found += (y[j] * tl.sigmoid(y[j]),)
+        found += (y[j] * sigmoid(y[j]),)
     return found
 
 
@@ -145,10 +164,12 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def begin(role, x, conv, B, T, SHAPE: tl.constexpr, GATED: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def begin(
+    role, x, conv, B, T, SHAPE: tl.constexpr, GATED: tl.constexpr, BARE: tl.constexpr, W: tl.constexpr, N: tl.constexpr
+):
     """What a walk knows before its first token: `rows_of`, x and where its tokens are, and its channels, their taps and
     columns."""
-    _, width, start, gate, bare, _ = role
+    width, start, gate, _ = role
     H: tl.constexpr = SHAPE[0]
     D: tl.constexpr = SHAPE[1]
     X: tl.constexpr = SHAPE[2]
@@ -156,7 +177,7 @@ def begin(role, x, conv, B, T, SHAPE: tl.constexpr, GATED: tl.constexpr, W: tl.c
     EXTRA: tl.constexpr = SHAPE[7]
     h, t, there, first_source, source, first, row = rows_of(B, T, H, EXTRA, SHAPE[5], SHAPE[6] // W)
     c, real = channels(start, gate, h, width, N, W, GATED)
-    taps = taps_of(conv, c, real, bare, N, SHAPE[4])
+    taps = taps_of(conv, c, real, N, SHAPE[4], BARE)
     return h, t, there, x + first_source * X, source, first, row, c, real, taps, columns(c, D, X, F)
 
 
@@ -174,18 +195,18 @@ def standing(position, mask, t, row, inside, w, PACKED: tl.constexpr):
 
 @triton.jit
 def walk(
-    VALUES: tl.constexpr,  # values and output gates, or else queries and keys
+    KIND: tl.constexpr,
     WIDEST: tl.constexpr,
     role,
-    forget,
-    beta,
+    gone,  # what the gate that goes with values or output gates becomes
     given,
     SHAPE: tl.constexpr,
     GATED: tl.constexpr,
+    BARE: tl.constexpr,
     SLOT: tl.constexpr,
     TELESCOPING: tl.constexpr,
 ):
-    second, width, _, _, _, out = role
+    width, _, _, out = role
     x, conv, position, mask, B, T = given
     H: tl.constexpr = SHAPE[0]
     X: tl.constexpr = SHAPE[2]
@@ -199,7 +220,7 @@ def walk(
     R: tl.constexpr = LANES // W
     w = tl.arange(0, W)[None, :]
     sole = w == 0
-    h, t, there, x, source, first, row, _, real, taps, at = begin(role, x, conv, B, T, SHAPE, GATED, W, N)
+    h, t, there, x, source, first, row, _, real, taps, at = begin(role, x, conv, B, T, SHAPE, GATED, BARE, W, N)
     if mask is not None:
         mask += first
     seen = window(x, at, source, t, 0, there, T, X, EXTRA, SIZE)
@@ -213,38 +234,39 @@ def walk(
         z = y[len(y) - 1]
         place = tl.where(there, (row + s) * H + h, 0)  # else heads would go to neighbouring lanes, by way of memory
         dt = out.dtype.element_ty
-        if VALUES:
-            scale = tl.full([1, W], 1.0, tl.float32)
-            if forget is not None:
-                g = log_sigmoid(z) / TAU
-                if TELESCOPING:
-                    scale = tl.where(second, 1.0, tl.exp(-g))
-                    g = tl.exp(g)
-                else:
-                    g *= kept
-                tl.store(forget + first * H + (place + w * 0), g, mask=inside & sole & ~second)
-            if beta is not None:
-                y1 = tl.sigmoid(z).to(dt)
-                tl.store(beta + first * H + (place + w * 0), y1, mask=inside & sole & second)
-            act = ()
-            for j in tl.static_range(N):
-                act += (tl.where(second, y[j], y[j] * tl.sigmoid(y[j])),)
-        else:
+        act = y
+        if KIND != GATES:
             act = silu(y, N)
+        scale = tl.full([1, W], 1.0, tl.float32)
+        if KIND == VALUES and GATED:
+            g = log_sigmoid(z) / TAU
+            if TELESCOPING:
+                scale = tl.exp(-g)
+                g = tl.exp(g)
+            else:
+                g *= kept
+            tl.store(gone + first * H + (place + w * 0), g, mask=inside & sole)
+        if KIND == GATES and GATED:
+            tl.store(gone + first * H + (place + w * 0), sigmoid(z).to(dt), mask=inside & sole)
+        if KIND < VALUES:
             length = dot(act, act, N)
             scale = tl.rsqrt(length + EPS)
             if SLOT == 1:  # [1 - ξ, ξq] or [1, k], of length one
-                xi = tl.where(second, 1.0, tl.sigmoid(z))
-                one = tl.where(second, 1.0, 1.0 - xi)
-                scale *= xi
-                norm = tl.rsqrt(length * scale * scale + one * one + EPS) * tl.where(second, kept, 1.0)
+                one = scale * 0.0 + 1.0
+                if KIND == QUERIES:
+                    xi = sigmoid(z)
+                    one = 1.0 - xi
+                    scale *= xi
+                norm = tl.rsqrt(length * scale * scale + one * one + EPS)
+                if KIND == KEYS:
+                    norm *= kept
                 scale *= norm
                 tl.store(out + (place * (width + 1) + w * 0), (one * norm).to(dt), mask=inside & sole)
-            else:
-                scale *= tl.where(second, kept, 1.0)
-        into = place * (width + SLOT) + SLOT + w
+            elif KIND == KEYS:
+                scale *= kept
+        into = out + (place * (width + SLOT) + SLOT + w)
         for j in tl.static_range(N):
-            tl.store(out + (into + j * W), (act[j] * scale).to(dt), mask=inside & real[j])
+            tl.store(into + j * W, (act[j] * scale).to(dt), mask=inside & real[j])
         now = ()
         for j in tl.static_range(len(at)):
             now = now + seen[j * SIZE + 1 : (j + 1) * SIZE] + (after[j],)
@@ -252,35 +274,18 @@ def walk(
 
 
 @triton.jit
-def key_role(part, queries, keys, KEY_DIMS: tl.constexpr, STARTS: tl.constexpr):
-    """Of the queries or keys that a program is for: whether they are keys, their width, their first channel and that
-    of their gate, if the convolution leaves them out, and where they are."""
+def key_role(i, tensors, SECOND: tl.constexpr, KEY_DIMS: tl.constexpr, STARTS: tl.constexpr):
+    """Of the queries or, second, the keys of a mode: their width, their first channel and that of their gate, and
+    where they are."""
     M: tl.constexpr = len(KEY_DIMS)
-    second = part % 2 == 1
-    width, start, gate, at = KEY_DIMS[0], 0, 0, queries[0]
-    for i in tl.static_range(M):
-        here = part // 2 == i
-        width = tl.where(here, KEY_DIMS[i], width)
-        gate = tl.where(here, STARTS[len(STARTS) - 1 - M + i], gate)
-        start = tl.where(here, tl.where(second, STARTS[2 * i + 1], STARTS[2 * i]), start)
-        if here:
-            at = queries[i]
-            if second:
-                at = keys[i]
-    return second, width, start, gate, part < 0, at
-
-
-@triton.jit
-def value_role(
-    part, values, gates, V: tl.constexpr, STARTS: tl.constexpr, M: tl.constexpr, H: tl.constexpr, CONV: tl.constexpr
-):
-    """The same of the values or output gates. Their gates are those of forgetting and β, which follow each other."""
-    second = part == M + 1
-    at = values
-    if second:
-        at = gates
-    start = tl.where(second, STARTS[len(STARTS) - 1], STARTS[M])
-    return second, V, start, STARTS[M + 1] + (part - M) * H, second & (CONV == 0), at
+    width, start, gate, at = KEY_DIMS[0], 0, 0, tensors[0]
+    for j in tl.static_range(M):
+        width = tl.where(i == j, KEY_DIMS[j], width)
+        gate = tl.where(i == j, STARTS[len(STARTS) - 1 - M + j], gate)
+        start = tl.where(i == j, STARTS[2 * j + SECOND], start)
+        if i == j:
+            at = tensors[j]
+    return width, start, gate, at
 
 
 @triton.jit(do_not_specialize=["B", "T"])
@@ -315,18 +320,25 @@ def front_kernel(
 ):
     given = (x, conv, position, mask, B, T)
     M: tl.constexpr = 2 * len(KEY_DIMS)
+    G: tl.constexpr = STARTS[M + 1]  # the gates of forgetting, and after them β
     SHAPE: tl.constexpr = (H, D, X, F, SIZE, SPAN, LANES, EXTRA, PACKED)
     part = tl.program_id(1)
-    if part < M:
-        role = key_role(part, queries, keys, KEY_DIMS, STARTS)
-        walk(False, widest(KEY_DIMS), role, None, None, given, SHAPE, SKIP, SKIP, TELESCOPING)
+    if part == M:
+        role = (V, STARTS[M], G, values)
+        walk(VALUES, V, role, forget, given, SHAPE, forget is not None, False, 0, TELESCOPING)
+    elif part == M + 1:
+        role = (V, STARTS[len(STARTS) - 1], G + H, gate)
+        walk(GATES, V, role, beta, given, SHAPE, beta is not None, GATE_CONV == 0, 0, TELESCOPING)
+    elif part % 2 == 0:
+        role = key_role(part // 2, queries, False, KEY_DIMS, STARTS)
+        walk(QUERIES, widest(KEY_DIMS), role, None, given, SHAPE, SKIP, False, SKIP, TELESCOPING)
     else:
-        role = value_role(part, values, gate, V, STARTS, M, H, GATE_CONV)
-        walk(True, V, role, forget, beta, given, SHAPE, True, 0, TELESCOPING)
+        role = key_role(part // 2, keys, True, KEY_DIMS, STARTS)
+        walk(KEYS, widest(KEY_DIMS), role, None, given, SHAPE, False, False, SKIP, TELESCOPING)
 
 
 @triton.jit
 def silu_gradient(dy, x):
     """Of SiLU at x, given that of SiLU(x)."""
-    s = tl.sigmoid(x)
+    s = sigmoid(x)
     return dy * s * (1.0 + x * (1.0 - s))

@@ -18,7 +18,7 @@ class Protocol:
     random_filler: bool = True
     steps: int = 8000
     tokens_a_step: int = 65536
-    schedule: str = "constant"
+    schedule: str = "cosine"
     embedding_std: float = 0.02
     learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -86,10 +86,11 @@ VARIANTS = {  # of the protocol: what calibration chooses from
     "as it stands": PROTOCOL,
     "half the steps": replace(PROTOCOL, steps=PROTOCOL.steps // 2),
     "half the batch": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2),
-    "half the batch, cosine": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2, schedule="cosine"),
     "no lengths between": replace(PROTOCOL, doubled_from=10**9),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
-    "cosine": replace(PROTOCOL, schedule="cosine"),
+    "constant learning rate": replace(PROTOCOL, schedule="constant"),
+    "the same, half the steps": replace(PROTOCOL, schedule="constant", steps=PROTOCOL.steps // 2),
+    "the same, half the batch": replace(PROTOCOL, schedule="constant", tokens_a_step=PROTOCOL.tokens_a_step // 2),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
     "32 pairs": replace(PROTOCOL, pairs=32, short=PROTOCOL.short[:-1]),
     "128 pairs": replace(PROTOCOL, pairs=128),
