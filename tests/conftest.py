@@ -1,4 +1,7 @@
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,6 +16,17 @@ settings.register_profile("suite", deadline=None, derandomize=True, database=Non
 settings.load_profile("suite")
 
 torch.set_num_threads(1)  # the tensors here are small: a second thread waits more than it works
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_stay_inside_their_tensors() -> Iterator[None]:
+    check = nullcontext()
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        import inside
+
+        check = inside.checked()
+    with check:
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -262,7 +262,7 @@ def _mix(x: Tensor, taps: Tensor, width: int) -> Tensor:
     """`ConcOnlyC.compact` of x [...,D]."""
     from runningtensor.layers.kernels import mix_kernel
 
-    x, D = x.contiguous(), x.shape[-1]
+    x, taps, D = x.contiguous(), taps.contiguous(), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], D + 2)
     rows, BR, blocks = blocks_of(x)
     if rows > 0:
@@ -280,7 +280,7 @@ def _like_mix(x, taps, width):  # type: ignore[no-untyped-def]
 def _mix_backward(dout: Tensor, x: Tensor, taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
     from runningtensor.layers.kernels import mix_gradients_kernel
 
-    dout, x, D = dout.contiguous(), x.contiguous(), x.shape[-1]
+    dout, x, taps, D = dout.contiguous(), x.contiguous(), taps.contiguous(), x.shape[-1]
     dx = torch.empty_like(x)
     rows, BR, blocks = blocks_of(x)
     dtaps = x.new_empty(blocks, 3, dtype=torch.float32)

@@ -71,6 +71,7 @@ class Shape:
         starts = None
         sequences, chunks = B, B * cdiv(T, chunk)
         if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.contiguous()  # as the kernels read it
             sequences = len(cu_seqlens) - 1
             chunks = T // chunk + sequences
             starts = torch.zeros(sequences + 1, dtype=torch.int32, device=v.device)
