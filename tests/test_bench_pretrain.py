@@ -1,16 +1,23 @@
 """The benchmark of training: what it measures is a step of the engine, and what it says follows from that."""
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
+from dataclasses import astuple, replace
 
 import pytest
 
 pytest.importorskip("transformers", reason="transformers comes with the extra hf")
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
+from runningtensor.bench import gpu
 from runningtensor.bench import pretrain_gpu as bench
 from runningtensor.bench.provenance import provenance, write
 from runningtensor.pretrain import recipes
+from runningtensor.pretrain.engine import Trainer
 
 
 @pytest.fixture
@@ -33,14 +40,36 @@ def test_a_step_of_each_model_is_measured(small, model):
     assert found["tokens_a_second"] == pytest.approx(256e3 / found["ms_a_step"])
 
 
-def test_where_memory_does_not_suffice_half_as_many_sequences_are_taken(monkeypatch, small):
+@pytest.mark.parametrize(("length", "all_of_them", "fewer"), ((4096, 12, 8), (16_384, 3, 2)))
+def test_where_memory_does_not_suffice_two_thirds_of_the_sequences_are_taken(monkeypatch, length, all_of_them, fewer):
     def measured(case, sequences):
-        if sequences > 1:
+        if sequences == all_of_them:
             raise torch.OutOfMemoryError
         return {"sequences": sequences}
 
     monkeypatch.setattr(bench, "measured", measured)
-    assert bench.measure(replace(bench.CASES[0], length=128)) == {"sequences": 1}
+    assert bench.measure(replace(bench.CASES[0], length=length)) == {"sequences": fewer}
+
+
+def test_all_models_have_as_many_parameters():
+    counts = [recipes.count(recipes.configuration(bench.recipe_of(case, 1), 32_000)) for case in bench.CASES]
+    assert all(abs(count / counts[0] - 1) < 0.005 for count in counts)
+
+
+def test_what_is_compiled_beforehand_is_the_step_that_is_measured_with_fewer_layers(small, monkeypatch):
+    case, launched = bench.Case(bench.OURS, 128, 2, 8, 16), []
+    monkeypatch.setattr(Trainer, "launch", lambda self, step, stop: launched.append(self.recipe))
+    monkeypatch.setattr(sys, "argv", ["bench", "--compile", json.dumps([astuple(case), 0, 1])])
+    gpu.command("", bench.CSV, bench.Case, bench.measure, None, (), bench.report, bench.main, bench.warm)
+    assert launched and set(launched) == {replace(bench.recipe_of(case, 2), layers=2)}
+
+
+def test_a_model_that_cannot_be_compiled_beforehand_stops_nothing(monkeypatch, capfd):
+    fails = [sys.executable, "-c", "raise SystemExit(1)"]
+    monkeypatch.setattr(gpu, "start", lambda *_: subprocess.Popen(fails))
+    with Progress(console=Console(width=160)) as progress:
+        bench.warm_all(bench.CASES[:2], progress)
+    assert "of the processes 0 were stopped and 2 failed" in capfd.readouterr().out
 
 
 def test_noise_never_ends_a_document():

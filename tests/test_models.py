@@ -163,7 +163,81 @@ def test_the_loss_in_chunks_is_cross_entropy(tied):
 
 def test_a_batch_without_labels_has_a_loss_of_zero():
     model, ids = build(), tokens(1, 4)
-    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
+    loss = model(ids, labels=torch.full_like(ids, -100)).loss
+    assert loss == 0 and not any(grad.any() for grad in grads(model, loss).values())
+
+
+@pytest.mark.parametrize("scale", (1e-30, 1, 1e3, 1e30), ids=str)
+def test_the_loss_of_any_logits_is_that_of_float64(scale):
+    model = build(dtype=torch.float32, loss_chunk_size=5)
+    draw = torch.Generator().manual_seed(0)
+    hidden, targets = torch.randn(12, 32, generator=draw), torch.randint(VOCAB, (12,), generator=draw)
+    hidden[3], targets[3] = torch.nan, -100  # what is not predicted may be anything
+    targets[0] = model.lm_head(hidden[0]).argmax()  # of probability 1, but for the smallest scale
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x, weight = (scale * hidden).to(dtype).requires_grad_(), model.lm_head.weight.detach().to(dtype)
+        model.lm_head.weight = torch.nn.Parameter(weight)
+        if dtype == torch.float32:
+            loss = model.chunked_loss(x, targets, 1)
+        else:
+            loss = cross_entropy(x.nan_to_num() @ model.lm_head.weight.T, targets, reduction="sum")
+        found.append([loss, *torch.autograd.grad(2 * loss, (x, model.lm_head.weight))])
+    near(*found, 1e-5)
+
+
+class Wrapped(torch.nn.Module):
+    """As PEFT wraps a head: its weight is not all there is to it."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        self.weight = head.weight
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("autocast", (False, True), ids=("float32", "autocast"))
+def test_a_head_of_any_kind_has_the_same_loss(autocast):
+    model, ids = build(dtype=torch.float32, loss_chunk_size=7).train(), tokens(2, 16)
+    found = []
+    for head in (model.lm_head, Wrapped(model.lm_head)):
+        model.lm_head = head
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(model(ids, labels=ids))
+        model.zero_grad()
+        found[-1].loss.backward()
+        found[-1] = [found[-1].loss, *(p.grad.clone() for p in model.parameters())]
+    assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]]
+    near(*found, 2e-2 if autocast else 1e-5)
+
+
+def test_logits_are_computed_once_and_no_gradient_that_nobody_wants():
+    model, hidden, targets = build(loss_chunk_size=5), torch.randn(16, 32).double(), torch.arange(16)
+    product = 2 * 16 * 32 * VOCAB
+    for of_hidden, of_weight in ((True, True), (True, False), (False, True)):
+        model.lm_head.weight.requires_grad_(of_weight)
+        with FlopCounterMode(display=False) as counter:
+            model.chunked_loss(hidden.clone().requires_grad_(of_hidden), targets).backward()
+        assert counter.get_total_flops() == product * (1 + of_hidden + of_weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_the_loss_on_a_gpu_is_that_of_float64(dtype):
+    model = build(dtype=dtype, loss_chunk_size=5).cuda()
+    hidden, targets = torch.randn(12, 32).to(dtype).cuda(), torch.arange(12).cuda()
+    found = []
+    for wide in (dtype, torch.float64):
+        x, weight = (y.detach().to(wide).requires_grad_() for y in (hidden, model.lm_head.weight))
+        if wide == dtype:
+            model.lm_head.weight = weight = torch.nn.Parameter(weight)
+            loss = model.chunked_loss(x, targets, 1)
+        else:
+            loss = cross_entropy(x @ weight.T, targets, reduction="sum")
+        found.append([y.double() for y in (loss, *torch.autograd.grad(loss, (x, weight)))])
+    near(*found, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 class Largest(TorchDispatchMode):

@@ -19,9 +19,11 @@ pytest.importorskip("transformers", reason="transformers comes with the extra hf
 from pretraining import child, end, losses, recipe, run, shards, start, train, until
 from rich.console import Console
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 from runningtensor.pretrain.checkpoints import about, found_in
-from runningtensor.pretrain.engine import Predictor, Trainer
+from runningtensor.pretrain.data import Shards
+from runningtensor.pretrain.engine import Predictor, Trainer, process_group
 from runningtensor.pretrain.progress import LOG, read
 from runningtensor.pretrain.recipes import shown
 
@@ -113,6 +115,20 @@ def test_micro_batches_and_recomputed_activations_change_nothing(data: Path, who
     for i, changes in enumerate([{"sequences": 8}, {"sequences": 1}, {"activation_checkpointing": True}]):
         run(recipe(**changes), data, tmp_path / str(i))
         assert close(tmp_path / str(i), whole, 8)
+
+
+def test_one_shard_is_gathered_once_a_step(data: Path) -> None:
+    alone = recipe(sequences=8)
+    with process_group(alone) as (device, mesh):
+        trainer = Trainer(alone, Shards(data, "train"), 1, device, mesh)
+        lm = trainer.model.lm
+        (part,) = trainer.parts(trainer.train, 0, 8)
+        loss = trainer.summed_loss(part)
+        assert not any(isinstance(p, DTensor) for p in lm.model.layers.parameters())
+        loss.backward()
+        assert all(isinstance(p, DTensor) for p in lm.parameters())
+        trainer.validate(trainer.train)
+        assert all(isinstance(p, DTensor) for p in lm.parameters())
 
 
 def test_layers_can_be_compiled(data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,15 +193,18 @@ def in_process(module: str, cases: list[AnyCase], environment: dict[str, str]) -
     yield from ((case, {"note": f"failed: {why}"}) for case in left)
 
 
-def compile_families(module: str, families: Sequence[Any], progress: Progress) -> None:
-    """All variants of all kernels that these cases need, side by side, into Triton's cache."""
+def compile_families(
+    module: str, families: Sequence[Any], progress: Progress, shares: int | None = None, what: str = "the peers"
+) -> None:
+    """All variants of all kernels that these cases need, side by side, into the caches on disk."""
     if not families:
         return
-    shares = math.ceil(cores() / len(families))
+    shares = shares or math.ceil(cores() / len(families))
     jobs = [(astuple(case), share, shares) for case in families for share in range(shares)]
-    running = [start(module, "--compile", json.dumps(job), {}, subprocess.DEVNULL) for job in jobs]
-    progress.console.print(f"compiling the peers in {len(running)} processes, {COMPILE_LIMIT} s at most")
-    task = progress.add_task("compiling the peers", total=len(running))
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores() // len(jobs)))}  # else each takes all cores
+    running = [start(module, "--compile", json.dumps(job), threads, subprocess.DEVNULL) for job in jobs]
+    progress.console.print(f"compiling {what} in {len(running)} processes, {COMPILE_LIMIT} s at most")
+    task = progress.add_task(f"compiling {what}", total=len(running))
     deadline = time.monotonic() + COMPILE_LIMIT
     while (left := sum(process.poll() is None for process in running)) and time.monotonic() < deadline:
         progress.update(task, completed=len(running) - left)
@@ -211,7 +214,7 @@ def compile_families(module: str, families: Sequence[Any], progress: Progress) -
         process.wait()
     progress.update(task, completed=len(running))
     failed = sum(process.returncode not in (0, -9) for process in running)
-    progress.console.print(f"compiled the peers; of the processes {left} were stopped and {failed} failed")
+    progress.console.print(f"compiled {what}; of the processes {left} were stopped and {failed} failed")
 
 
 # Runs, whole or resumed.
@@ -356,6 +359,7 @@ def command(
     autotuned: Container[str],  # the implementations whose kernels are compiled beforehand
     report: Callable[[Path], None],
     main: Callable[..., object],
+    warm: Callable[[AnyCase], object] | None = None,  # what is done with a case beforehand in place of that
     **flags: str,  # what else `main` takes, with its help
 ) -> None:
     """Measures and reports; or does a part of it, as a process that another has started."""
@@ -367,14 +371,14 @@ def command(
     parser.add_argument("--resume", action="store_true", help="keep what was measured before of this commit")
     parser.add_argument("--report", action="store_true", help="measure nothing: tables and figure of the CSV there is")
     parser.add_argument("--work", metavar="CASES", help="measure these and print what was found")
-    parser.add_argument("--compile", metavar="JOB", help="compile a share of a peer's kernels")
+    parser.add_argument("--compile", metavar="JOB", help="compile a share of what is measured")
     asked = parser.parse_args()
     if asked.work:
         cases = [kind(*fields) for fields in json.loads(asked.work)]
         work(cases, measure, autotuned=cases[0].implementation in autotuned)
     elif asked.compile:
         fields, *share = json.loads(asked.compile)
-        compile_share(partial(make, kind(*fields)), *share)
+        compile_share(partial(make, kind(*fields)), *share) if warm is None else warm(kind(*fields))
     elif asked.report:
         finished = asked.out / csv
         report(unfinished if (unfinished := partial_of(finished)).exists() else finished)

@@ -4,12 +4,14 @@ python -m runningtensor.bench.pretrain_gpu [--no-peers] [--resume] [--report] [-
 
 Whole steps of the engine, optimiser and all, compiled, on random tokens without the ends of documents: attention is
 given no shorter sequences than it says. Gated DeltaNet is our baseline, on our kernels, not fla's. Each case has a
-process of its own; what has been measured is in `pretrain_gpu.partial.csv` at once.
+process of its own, and all are compiled before, side by side; what has been measured is in `pretrain_gpu.partial.csv`
+at once.
 """
 
 import gc
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
@@ -27,7 +30,7 @@ from runningtensor.bench.provenance import Provenance, provenance, read
 
 MODULE, CSV = "runningtensor.bench.pretrain_gpu", "pretrain_gpu.csv"
 WARM_UPS, STEPS = 4, 8
-TOKENS = 32_768  # of a step; half as many where the memory does not suffice
+TOKENS = 49_152  # of a step; two thirds of them where the memory does not suffice
 OURS, ATTENTION, GATED = "running-tensor", "attention", "gated-deltanet"
 
 
@@ -62,7 +65,9 @@ class PretrainRow(Measured):
         return Case(*(getattr(self, field.name) for field in fields(Case)))
 
 
-SHAPES = ((32, 24, 48), (16, 15, 64))  # heads, key and value widths; 24 is the paper's, 15 is 16 with the skip slot
+# Heads, key and value widths; 24 is the paper's, 15 is 16 with the skip slot. The MLP makes the parameters equal.
+SHAPES = ((32, 24, 48), (16, 15, 64))
+MLPS = {SHAPES[1]: 3232}
 LENGTHS = (4096, 16_384)
 CASES = [Case(OURS, length, *shape) for shape in SHAPES for length in LENGTHS]
 CASES += [Case(model, length, *SHAPES[0]) for model in (ATTENTION, GATED) for length in LENGTHS]
@@ -91,23 +96,42 @@ def measure(case: Case) -> Found:
     gc.collect()  # a sharded model is a cycle, and still there
     torch.cuda.empty_cache()
     torch.compiler.reset()  # else the second shape is compiled for all shapes
-    return measured(case, sequences // 2)
+    return measured(case, sequences * 2 // 3)
+
+
+def recipe_of(case: Case, sequences: int) -> Any:
+    from runningtensor.pretrain.recipes import paper_600m
+
+    paper = paper_600m()
+    return replace(
+        paper, model=case.implementation, heads=case.heads, key_dims=(case.key_dim,) * 2, value_dim=case.value_dim,
+        mlp=MLPS.get((case.heads, case.key_dim, case.value_dim), paper.mlp), seed=SEED, length=case.length,
+        batch=sequences, sequences=sequences, compile=True,
+    )  # fmt: skip
+
+
+@contextmanager
+def trainer_of(recipe: Any) -> Iterator[Any]:
+    from runningtensor.pretrain.engine import Trainer, process_group
+
+    noise: Any = Noise(recipe.vocab_size)
+    with process_group(recipe) as (device, mesh):
+        yield Trainer(recipe, noise, WARM_UPS + STEPS, device, mesh)
+
+
+def warm(case: Case) -> None:
+    """Leaves on disk what is compiled for a case: it is the same for two layers as for all."""
+    with trainer_of(replace(recipe_of(case, TOKENS // case.length), layers=2)) as trainer:
+        for step in range(2):
+            trainer.launch(step, False)
 
 
 def measured(case: Case, sequences: int) -> Found:
     from runningtensor.models.costs import flops_a_token
-    from runningtensor.pretrain.engine import Trainer, process_group
     from runningtensor.pretrain.progress import peak
-    from runningtensor.pretrain.recipes import paper_600m
 
-    recipe = replace(
-        paper_600m(), model=case.implementation, heads=case.heads, key_dims=(case.key_dim,) * 2, seed=SEED,
-        value_dim=case.value_dim, length=case.length, batch=sequences, sequences=sequences, compile=True,
-    )  # fmt: skip
-    assert recipe.vocab_size is not None
-    noise: Any = Noise(recipe.vocab_size)
-    with process_group(recipe) as (device, mesh):
-        trainer = Trainer(recipe, noise, WARM_UPS + STEPS, device, mesh)
+    with trainer_of(recipe_of(case, sequences)) as trainer:
+        device = trainer.device
         torch.cuda.reset_peak_memory_stats(device)
         launched = [trainer.launch(step, False) for step in range(WARM_UPS + STEPS)]
         seconds = median(step.read()[1] for step in launched[WARM_UPS:])
@@ -135,6 +159,10 @@ def in_processes(cases: list[Case]) -> Iterator[tuple[Case, Found]]:
         yield from gpu.in_process(MODULE, [case], {})
 
 
+def warm_all(cases: list[Case], progress: Progress) -> None:
+    gpu.compile_families(MODULE, cases, progress, shares=1, what="the models")
+
+
 def main(out: Path = Path("results/bench"), peers: bool = True, resume: bool = False) -> list[PretrainRow]:
     """Measures, prints a table and writes `pretrain_gpu.csv`."""
     path = out / CSV
@@ -145,8 +173,8 @@ def main(out: Path = Path("results/bench"), peers: bool = True, resume: bool = F
         PretrainRow,
         [case for case in CASES if peers or case.implementation == OURS],
         gpu.measured_before((path, gpu.partial_of(path)), origin, PretrainRow) if resume else [],
-        lambda case: False,
-        lambda cases, progress: None,
+        lambda case: True,
+        warm_all,
         in_processes,
         partial(make_row, origin),
         one_line,
@@ -211,6 +239,6 @@ if __name__ == "__main__":
     about = "Training throughput on this machine's GPU."
 
     def not_needed(case: Case) -> Any:
-        raise ValueError("there is nothing to compile beforehand")
+        raise ValueError("there are no kernels to choose from beforehand")
 
-    gpu.command(about, CSV, Case, measure, not_needed, (), report, main)
+    gpu.command(about, CSV, Case, measure, not_needed, (), report, main, warm)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad, silu
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, log_softmax, pad, silu
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
@@ -289,6 +290,55 @@ def _(position_ids: Tensor) -> Tensor:
     return position_ids.new_empty(torch.library.get_ctx().new_dynamic_size(min=2))
 
 
+class SummedLoss(torch.autograd.Function):
+    """The sum of the cross entropies of `hidden @ weight.T`, which are made a few rows at a time and only once.
+
+    Its gradient is known up to a factor when it is, so a chunk's logits become their gradient at once, which goes into
+    those of hidden and weight. What is kept is as large as these: [N,D], and [V,D] summed up in float32. There is no
+    second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        loss = hidden.new_zeros((), dtype=wide)
+        dhidden = hidden.new_empty(hidden.shape) if ctx.needs_input_grad[0] else None
+        dweight = weight.new_zeros(weight.shape, dtype=wide) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            ignored = (targets[rows] == IGNORE)[:, None]
+            x, target = hidden[rows].masked_fill(ignored, 0), targets[rows, None].masked_fill(ignored, 0)
+            logits = x @ weight.T
+            logs = log_softmax(logits, -1, dtype=wide)
+            log = logs.gather(1, target)
+            loss -= log.masked_fill(ignored, 0).sum()
+            # softmax - 1 at the targets, in the memory of the logits; expm1, as it may be tiny
+            dlogits = torch.exp(logs, out=logits).scatter_(1, target, log.expm1().to(logits.dtype))
+            if dhidden is not None:
+                torch.mm(dlogits, weight, out=dhidden[rows]).masked_fill_(ignored, 0)
+            if dweight is not None and dweight.is_cuda:  # bfloat16 in, float32 out: CPUs have no such product
+                dweight += torch.mm(dlogits.T, x, out_dtype=wide)
+            elif dweight is not None:
+                torch.addmm(dweight, dlogits.T.to(wide), x.to(wide), out=dweight)
+            del logits, logs, dlogits  # before there are those of the next
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        dhidden = None if dhidden is None else dhidden * dloss
+        return dhidden, None if dweight is None else (dweight * dloss).to(ctx.dtype), None, None
+
+
+def only_a_matrix(head: nn.Module) -> bool:
+    """Not if it has a bias, or is one of PEFT's, or if hooks do something about its call."""
+    hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    return type(head) is nn.Linear and head.bias is None and not hooked
+
+
 class RunningTensorForCausalLM(RunningTensorPreTrainedModel, GenerationMixin):
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -352,23 +402,32 @@ class RunningTensorForCausalLM(RunningTensorPreTrainedModel, GenerationMixin):
         )
 
     def chunked_loss(self, hidden: Tensor, targets: Tensor, items: int | Tensor | None = None) -> Tensor:
-        """Cross entropy, a few tokens at a time: their logits are dropped at once and computed again backward."""
+        """Cross entropy, a few tokens at a time: there are never more logits than theirs."""
+        size = self.config.loss_chunk_size
+        compiling = torch.compiler.is_compiling()  # inductor has no product with a sum of another dtype
+        if torch.is_grad_enabled() and only_a_matrix(self.lm_head) and not compiling:
+            weight, kind = self.lm_head.weight, hidden.device.type
+            if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:  # as it is in `linear`
+                hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
+            summed = SummedLoss.apply(hidden, weight, targets, size)
+        else:
+            rows = zip(hidden.split(size), targets.split(size), strict=True)
+            summed = torch.stack([self.recomputed_loss(*few) for few in rows]).sum()
+        if items is None:
+            items = (targets != IGNORE).sum().clamp(min=1)
+        return summed / items
 
-        def part(hidden: Tensor, targets: Tensor) -> Tensor:
+    def recomputed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Whatever the head is: the logits are dropped at once and computed again backward."""
+
+        def loss(hidden: Tensor) -> Tensor:
             logits = self.lm_head(hidden)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
-        size = self.config.loss_chunk_size
-        sums = [
-            checkpoint(part, *rows, use_reentrant=False, preserve_rng_state=False)
-            if torch.is_grad_enabled()
-            else part(*rows)
-            for rows in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        if items is None:
-            items = (targets != IGNORE).sum().clamp(min=1)
-        return torch.stack(sums).sum() / items
+        if torch.is_grad_enabled():
+            return checkpoint(loss, hidden, use_reentrant=False, preserve_rng_state=False)
+        return loss(hidden)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

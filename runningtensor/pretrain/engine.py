@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -94,7 +94,9 @@ def build(config: RunningTensorConfig, recipe: Recipe, device: torch.device, mes
     for layer in lm.model.layers:
         if recipe.compile:
             layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        if mesh.size() > 1:  # alone there is nothing to gather a layer at a time, which is a fifth of the host's work
+            # With one shard, to gather a layer is only to copy it: not again for the backward pass.
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size(-1) > 1)
     model = Predictor(lm)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)
@@ -250,6 +252,8 @@ class Trainer:
             totals[0] += self.summed_loss(part)
             totals[1] += int((part.labels != IGNORE).sum())
         self.model.train()
-        self.model.reshard()  # without a backward nothing else does
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward nothing else does
         dist.all_reduce(totals)
         return float(totals[0] / totals[1])
