@@ -24,10 +24,11 @@ CALLS = {
 
 
 @pytest.fixture(autouse=True)
-def few_large_programs_of_short_spans(monkeypatch):
+def few_large_programs_of_short_spans(monkeypatch, request):
     """Quicker to interpret, and 40 tokens are several spans."""
-    monkeypatch.setattr(fused, "LANES", 512)
-    monkeypatch.setattr(fused, "SPAN", 16)
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(fused, "LANES", 512)
+        monkeypatch.setattr(fused, "SPAN", 16)
 
 
 LAYER = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
@@ -63,6 +64,35 @@ def test_outputs_and_gradients_are_the_same(monkeypatch, options, call):
 
     for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
         assert rel(got, want) < 1e-5
+
+
+SIZES = {"4 heads of 24/24/48": (128, 4, 24, 48), "16 of 15/15/64": (512, 16, 15, 64), "3 of 5/5/8": (40, 3, 5, 8)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("options", list(LAYERS.values())[:3], ids=list(LAYERS)[:3])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_on_a_gpu_outputs_and_gradients_are_those_of_torch(monkeypatch, dtype, size, options, call):
+    D, H, K, V = size
+    B, T = (1, 300) if call is CALLS["packed"] else (2, 150)
+    torch.manual_seed(0)
+    layer = RunningTensor(D, H, (K, K), V, **options).cuda()
+    x, dout = (torch.randn(B, T, D).to(dtype).cuda() for _ in range(2))
+    arguments = {name: given.cuda() for name, given in call(B, T).items()}
+    weights = {name: w.to(dtype) for name, w in layer.state_dict().items()}
+
+    def compute():
+        wide = torch.float32 if running_tensor.usable(x) is False else dtype  # torch's code is what is to be met
+        layer.to(wide).load_state_dict(weights)
+        given = x.to(wide).requires_grad_()
+        out = layer(given, **arguments)[0]
+        grads = torch.autograd.grad(out, [given, *layer.parameters()], dout.to(wide))
+        return [y.detach().double() for y in (out, *grads)]
+
+    for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
+        assert rel(got, want) < (1e-4 if dtype == torch.float32 else 3e-2)
 
 
 # The repeated channels (48) end where the last copy of x ends, or within it, or before the first is complete; or there

@@ -92,6 +92,7 @@ VARIANTS = {  # of the protocol: what calibration chooses from
     "the same, half the steps": replace(PROTOCOL, schedule="constant", steps=PROTOCOL.steps // 2),
     "the same, half the batch": replace(PROTOCOL, schedule="constant", tokens_a_step=PROTOCOL.tokens_a_step // 2),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
+    "embeddings of 0.1, half the steps": replace(PROTOCOL, embedding_std=0.1, steps=PROTOCOL.steps // 2),
     "32 pairs": replace(PROTOCOL, pairs=32, short=PROTOCOL.short[:-1]),
     "128 pairs": replace(PROTOCOL, pairs=128),
 }
