@@ -8,7 +8,7 @@ JOBS ?= 2
 # A hypervisor may advertise AMX without offering it; a bfloat16 matmul then dies with SIGILL. This keeps to what is there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-vllm lint bench clean
+.PHONY: demo test test-vllm lint bench tables clean
 
 demo: .venv/demo
 	$(BIN)/runningtensor demo
@@ -27,6 +27,10 @@ lint: .venv/ready
 
 bench: .venv/demo
 	$(BIN)/runningtensor bench ops
+
+# Those of README.md and docs/, from results/.
+tables: .venv/demo
+	$(BIN)/python docs/tables.py
 
 # Reinstall only when what they depend on changes. The demo needs little of what the tests do.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e

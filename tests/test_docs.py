@@ -1,5 +1,6 @@
 """What README and docs say can be done, can be done: Python runs, commands are there and take what they are given."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -11,7 +12,11 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from runningtensor.bench import pretrain_gpu
+from runningtensor.bench.provenance import Provenance, write
 from runningtensor.cli import app
+from runningtensor.mqar.grids import GRIDS
+from runningtensor.mqar.record import Point, Result, Score, to_json
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -101,3 +106,74 @@ def test_every_file_that_is_shown_is_there():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+# -- Tables ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tables():
+    """docs/tables.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_number_of_a_table_is_that_of_results(tables):
+    for page in tables.PAGES:
+        assert tables.filled(page.read_text()) == page.read_text(), f"{page.name} is not what results/ say: make tables"
+
+
+def test_a_number_that_was_typed_is_written_over(tables):
+    page = (ROOT / "README.md").read_text()
+    digits = str.maketrans("0123456789", "1234567890")
+    typed = tables.PLACE.sub(lambda place: place[0].translate(digits), page)
+    assert tables.filled(typed) == page != typed
+
+
+def test_other_results_are_another_table(tables, tmp_path, monkeypatch):
+    page = "<!-- demo --><!-- end -->"
+    before = tables.filled(page)
+    (tmp_path / "mqar").mkdir()
+    measured = (ROOT / "results/mqar/demo.csv").read_text()
+    (tmp_path / "mqar/demo.csv").write_text(measured.replace("40891", "40892"))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.filled(page) == before.replace("40,891", "40,892") != before
+
+
+def test_every_table_has_its_place(tables):
+    found = [name for page in tables.PAGES for name in re.findall(r"<!-- (\w+) -->", page.read_text()) if name != "end"]
+    assert sorted(found) == sorted(tables.TABLES)
+
+
+def test_what_has_no_results_has_no_table(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for name in tables.TABLES:
+        assert tables.filled(f"<!-- {name} -->\nold\n<!-- end -->") == f"<!-- {name} --><!-- end -->"
+
+
+ORIGIN = Provenance("2026-01-01T00:00Z", "abc1234", "NVIDIA H200", 16, "2.11.0", "3.7.1", "")
+
+
+@pytest.mark.parametrize("name", ("recall", "table1", "table2", "capacity"))
+def test_a_table_of_the_paper_comes_with_its_results(name, tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    grid = "table1" if name == "recall" else name
+    run = GRIDS[grid]()[0].runs[0]
+    scores = [Point(200, 1.0, 0.875, 3.0, 0.5, also=[Score(0.25, 0.25) for _ in run.also])]
+    (tmp_path / "mqar").mkdir()
+    line = to_json(Result(run, 175_475, 120_000, curve=scores, origin=vars(ORIGIN)))
+    (tmp_path / f"mqar/{grid}.jsonl").write_text(line + "\n")
+    text = tables.filled(f"<!-- {name} --><!-- end -->")
+    assert "87.5" in text
+    assert text.endswith(f"From `results/mqar/{grid}.jsonl`: NVIDIA H200, torch 2.11.0, commit abc1234. <!-- end -->")
+
+
+def test_throughput_comes_with_its_results(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    found = {"sequences": 12, "parameters": 595_000_000, "tokens_a_second": 65_432.1, "mfu": 0.36, "peak_gib": 99.0}
+    rows = [pretrain_gpu.make_row(ORIGIN, case, found) for case in pretrain_gpu.CASES]
+    write(tmp_path / "bench/pretrain_gpu.csv", rows, pretrain_gpu.PretrainRow)
+    text = tables.filled("<!-- throughput --><!-- end -->")
+    assert text.count("| 595M | 12 × 4,096 | 65,432 | 1.00× | 36.0% | 99 GiB |") == len(rows) // 2

@@ -1,0 +1,243 @@
+"""Writes the tables of README.md and docs/*.md: all between `<!-- name -->` and `<!-- end -->` is made from results/.
+
+python docs/tables.py, or make tables. What has no results yet is empty, its heading included.
+"""
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from runningtensor.bench import errors, layers_gpu, ops, ops_gpu, pretrain_gpu, provenance
+from runningtensor.mqar import demo, grids, report, sweep
+from runningtensor.mqar.record import Result, identity
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACE = re.compile(r"<!-- (\w+) -->(?:(?!<!--).)*<!-- end -->", re.DOTALL)
+Text = tuple[str, str, Sequence[Any]]  # a table, what is said after it, and the rows it is made from
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [f"| {' | '.join(cells)} |".replace("  ", " ") for cells in (headings, *lines)]
+    return "\n".join([rows[0], "|---" * len(headings) + "|", *rows[1:]])
+
+
+def source(file: str, rows: Sequence[Any]) -> str:
+    origins = [getattr(row, "origin", None) or vars(row) for row in rows]
+    devices = [x["device"] + ("" if "NVIDIA" in x["device"] else f" ({x['cores']} cores)") for x in origins]
+    found = (devices, *([x[name] for x in origins] for name in ("torch", "commit")))
+    return "From `results/{}`: {}, torch {}, commit {}.".format(file, *(", ".join(dict.fromkeys(x)) for x in found))
+
+
+def scientific(x: float, digits: int) -> str:
+    return f"{x:.{digits}e}".replace("e-0", "e-")
+
+
+def times(rows: Sequence[Any], *columns: str) -> list[str]:
+    """Milliseconds, a row's columns with strokes between them; the shortest of a column is bold."""
+    texts = [[f"{x:.2f}" if x < 20 else f"{x:.1f}" for x in (getattr(row, c) for c in columns)] for row in rows]
+    best = [min((x for x in column if x != "nan"), key=float, default="") for column in zip(*texts, strict=True)]
+    bold = [[f"**{x}**" if x == y and len(rows) > 1 else x for x, y in zip(row, best, strict=True)] for row in texts]
+    return [" / ".join(row).replace("nan", "–") for row in bold]
+
+
+def both_clocks(rows: Sequence[Any]) -> list[tuple[str, str]]:
+    """Forward / both ways, as Python sees it and of the GPU alone."""
+    return list(zip(times(rows, "ms_forward", "ms_total"), times(rows, "gpu_ms_forward", "gpu_ms_total"), strict=True))
+
+
+def ops_cpu(rows: list[provenance.Row]) -> Text:
+    at = {(row.implementation, row.T): row for row in rows}
+    ours, longer = at[ops.OURS, ops.T], at[ops.OURS, ops.LONG]
+    names = {
+        ops.OURS: "`running_tensor`",
+        ops.PEER: "transformers' chunked delta rule on multiplied-out keys",
+        ops.PEER_KEEPING: "the same, with malloc told to keep memory",
+        ops.RECURRENT: "the recurrence, step by step",
+    }
+    lines = []
+    for row in (at[name, ops.T] for name in names):
+        time, memory = row.ms_total / ours.ms_total, row.extra_peak_mib / ours.extra_peak_mib
+        sizes = f"{row.ms_total:,.0f} ms", f"{time:.3g}×", f"{row.extra_peak_mib:,.0f} MiB", f"{memory:.3g}×"
+        lines.append((names[row.implementation], *sizes))
+    more = (
+        "The second row is what one sees; the third is what its arithmetic costs, for most of the difference is page "
+        f"faults. From {ops.T:,} to {ops.LONG:,} tokens our time grew {longer.ms_total / ours.ms_total:.1f} times and "
+        f"our memory {longer.extra_peak_mib / ours.extra_peak_mib:.1f} times."
+    )
+    return table((f"T = {ops.T}", "time", "", "extra memory", ""), lines), more, rows
+
+
+def ops_on_gpu(rows: list[ops_gpu.GpuRow]) -> Text:
+    at = {row.case: row for row in rows}
+    names = {
+        ops_gpu.GATED: "Gated DeltaNet, {0.K}×{0.V} (fla {0.version})",
+        ops_gpu.DELTA: "DeltaNet, {0.K}×{0.V} (fla {0.version})",
+        ops_gpu.POWER: "power retention {0.version}, degree 2, {0.K}×{0.V}",
+        ops_gpu.SDPA: "attention, {0.H} heads of {0.K}",
+    }
+    lines = []
+    for group in (ops_gpu.SHORT, ops_gpu.MEDIUM, ops_gpu.MANY_HEADS, ops_gpu.SQUARE, ops_gpu.CURVES[-1]):
+        (mine, ours), *others = zip(
+            found := [at[case] for case in group if case in at], both_clocks(found), strict=True
+        )
+        beside = [(names[x.implementation].format(x), *cells) for x, cells in others] or [("", "", "")]
+        rate = f"{ops_gpu.rate(mine, mine.ms_forward):.0f}"
+        lines.append((ops_gpu.shape(mine.case), rate, *ours, *("<br>".join(x) for x in zip(*beside, strict=True))))
+    large, first_call = at[ops_gpu.MANY_HEADS[0]], at[ops_gpu.COMPILING[0]]
+    step, copy = (at[case] for case in ops_gpu.DECODING)
+    share = ops_gpu.rate(step, 1) / ops_gpu.rate(copy, 1)  # of what is moved; a rate is that by time
+    more = (
+        f"B{large.B} T{large.T} H{large.H} needs {large.extra_peak_mib / 1024:.1f} GiB above its inputs and gradients, "
+        f"in proportion to T. Its first call compiles for {first_call.ms_total / 1e3:.0f} s. A decoding step of "
+        f"{step.B} sequences moves the state at {share * copy.ms_forward / step.ms_forward:.0%} of the bandwidth of a "
+        f"copy, {share * copy.gpu_ms_forward / step.gpu_ms_forward:.0%} without Python."
+    )
+    return table(("", "TFLOP/s", "ours", "the GPU alone", "beside it", "its time", "the GPU alone"), lines), more, rows
+
+
+def largest_errors(rows: list[errors.Row]) -> Text:
+    rows = [row for row in rows if row.backend == errors.KERNELS]
+
+    def line(name: str, gradients: bool) -> tuple[str, ...]:
+        mine = [row for row in rows if (row.tensor in ("out", "final_state")) != gradients]
+        return name, *(scientific(max(x.error for x in mine if x.dtype == dtype), 1) for dtype in dtypes)
+
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    return table(("", *dtypes), (line("outputs and states", False), line("gradients", True))), "", rows
+
+
+def layers(rows: list[layers_gpu.LayerRow]) -> Text:
+    at = {row.case: row for row in rows if row.task == layers_gpu.LAYER}
+    lines = []
+    for mine, *_, theirs in ([at[case] for case in group] for group in layers_gpu.LAYERS):
+        heads = f"{mine.H} heads" + ("" if mine.H == theirs.H else f", theirs {theirs.H} of {theirs.K}×{theirs.V}")
+        (ours, alone), others = both_clocks([mine, theirs])
+        lines.append((f"{mine.D:,} wide, B{mine.B} T{mine.T}, {heads}", ours, alone, *others))
+    return table(("", "ours", "the GPU alone", f"fla {theirs.version}", "the GPU alone"), lines), "", list(at.values())
+
+
+def decoding(rows: list[layers_gpu.LayerRow]) -> Text:
+    at = {row.case: row for row in rows if row.task == layers_gpu.DECODE}
+    lines = []
+    for B, groups in layers_gpu.DECODING.items():
+        found = zip(*(times([at[case] for case in group], "ms_forward") for group in groups), strict=True)
+        for name, cells in zip(("RunningTensor", "attention"), found, strict=True):
+            lines.append(
+                (f"{name}, {B} sequence{'s' * (B > 1)}", *(cell.replace("–", "does not fit") for cell in cells))
+            )
+    return table(("", *(f"after {context:,} tokens" for context in layers_gpu.CONTEXTS)), lines), "", list(at.values())
+
+
+def throughput(rows: list[pretrain_gpu.PretrainRow]) -> Text:
+    lines = []
+    for row in rows:
+        size = f"{row.parameters / 1e6:,.0f}M", f"{row.sequences} × {row.length:,}"
+        over = f"{pretrain_gpu.over_attention(rows, row):.2f}×".replace("nan×", "")
+        speed = f"{row.tokens_a_second:,.0f}", over, f"{row.mfu:.1%}", f"{row.peak_gib:.0f} GiB"
+        lines.append((pretrain_gpu.name(row.case), *size, *((row.note, "", "", "") if row.failed else speed)))
+    headings = ("", "parameters", "a step", "tokens a second", "over attention", "MFU", "memory")
+    return f"## How fast\n\n{table(headings, lines)}", "", rows
+
+
+def race(rows: list[demo.Row]) -> Text:
+    lines = []
+    for model in dict.fromkeys(row.model for row in rows):
+        *_, last = mine = [row for row in rows if row.model == model]
+        good = next((f"{row.step} steps" for row in mine if row.accuracy >= demo.GOOD), "–")
+        lines.append((model, f"{last.parameters:,}", f"{last.state_floats:,}", good, f"{last.accuracy:.1%}"))
+    took = "{} min {} s".format(*divmod(round(max(row.seconds for row in rows)), 60))
+    headings = ("", "parameters a layer", "state", f"{demo.GOOD:.0%} after", f"after {last.step} steps, {took}")
+    return table(headings, lines), "", rows
+
+
+def planned(name: str, results: list[Result]) -> list[Result]:
+    known = {identity(run) for cell in grids.GRIDS[name]() for run in cell.runs}
+    return [result for result in results if identity(result.run) in known]  # not those of another protocol
+
+
+def recall(results: list[Result]) -> Text:
+    lines: dict[str, list[str]] = {}
+    results = planned("table1", results)
+    for cell in report.summarize("table1", grids.table1(), results):
+        found = "not run" if cell.best is None else f"{cell.best:.1f}"
+        lines.setdefault(cell.row, [cell.row]).append(
+            found + ("" if cell.published is None else f" ({cell.published:.1f})")
+        )
+    more = "Micro-F1 in percent, the best of learning rates and seeds; in brackets the paper's."
+    return table(("", *(f"{length:,} tokens" for length in grids.LENGTHS)), lines.values()), more, results
+
+
+def reported(name: str, title: str, results: list[Result]) -> Text:
+    """As `runningtensor mqar report` has it, with its figure."""
+    printed, results = io.StringIO(), planned(name, results)
+    summaries = report.summarize(name, grids.GRIDS[name](), results, sweep.read(RESULTS / "mqar/speed.jsonl"))
+    report.show(name, summaries, Console(file=printed, width=1000, force_terminal=False), markdown=True)
+    *lines, legend = filter(None, map(str.strip, printed.getvalue().splitlines()))
+    figure = f"\n\n![{title}](../results/mqar/{name}.png)" if (RESULTS / f"mqar/{name}.png").exists() else ""
+    return f"## {title}\n\n" + "\n".join(lines) + figure, legend, results
+
+
+def calibration(results: list[Result]) -> Text:
+    """A line for runs that differ in the learning rate alone; other settings have a column where they differ."""
+    models = {mixer: name for name, (mixer, options) in grids.TABLE1.items() if not options}
+    found: dict[tuple[tuple[str, str], ...], dict[float, str]] = {}
+    for run, curve in ((x.run, [100 * point.accuracy for point in x.curve]) for x in results if x.curve):
+        paper = report.published("table1", models[run.mixer], run.test.length)
+        settings = {"": models[run.mixer], "the paper": paper, **vars(run), **vars(run.test), "tasks": len(run.tasks)}
+        for name in ("mixer", "lr", "test", "also"):  # said otherwise
+            del settings[name]
+        key = tuple((name.replace("_", " "), str(value)) for name, value in settings.items())
+        rising = ", rising" if curve[-1] == max(curve) > curve[-2:][0] + 0.5 else ""
+        found.setdefault(key, {})[run.lr] = f"{max(curve):.2f}{rising}"
+    rates = sorted({lr for cells in found.values() for lr in cells}, reverse=True)
+    shown = [i for i, pairs in enumerate(zip(*found, strict=True)) if i < 2 or len(set(pairs)) > 1]
+    headings = [*(next(iter(found))[i][0] for i in shown), *(scientific(lr, 0) for lr in rates)]
+    lines = [
+        [*(key[i][1] for i in shown), *(cells.get(lr, "") for lr in rates)] for key, cells in sorted(found.items())
+    ]
+    more = "What is no column was the same in all. Rising: by more than half a point in the last test."
+    return table(headings, lines), more, results
+
+
+TABLES: dict[str, tuple[str, type, Callable[[Any], Text]]] = {  # the file, what its rows are, what is made of them
+    "demo": ("mqar/demo.csv", demo.Row, race),
+    "recall": ("mqar/table1.jsonl", Result, recall),
+    "ops_cpu": ("bench/ops_cpu.csv", provenance.Row, ops_cpu),
+    "ops_gpu": ("bench/ops_gpu.csv", ops_gpu.GpuRow, ops_on_gpu),
+    "errors": ("bench/errors_gpu.csv", errors.Row, largest_errors),
+    "layers": ("bench/layers_gpu.csv", layers_gpu.LayerRow, layers),
+    "decoding": ("bench/layers_gpu.csv", layers_gpu.LayerRow, decoding),
+    "throughput": ("bench/pretrain_gpu.csv", pretrain_gpu.PretrainRow, throughput),
+    "calibration": ("mqar/calibration.jsonl", Result, calibration),
+    "table1": ("mqar/table1.jsonl", Result, partial(reported, "table1", "Table 1")),
+    "table2": ("mqar/table2.jsonl", Result, partial(reported, "table2", "Table 2")),
+    "capacity": ("mqar/capacity.jsonl", Result, partial(reported, "capacity", "Recall against the size of the state")),
+}
+
+
+def made(place: re.Match[str]) -> str:
+    file, kind, text = TABLES[place[1]]
+    path = RESULTS / file
+    rows = [] if not path.exists() else sweep.read(path) if kind is Result else provenance.read(path, kind)
+    shown, more, used = text(rows) if rows else ("", "", [])
+    last = "\n".join(filter(None, (textwrap.fill(more, 124), used and source(file, used))))
+    return f"<!-- {place[1]} -->" + (f"\n{shown}\n\n{last} " if used else "") + "<!-- end -->"
+
+
+def filled(page: str) -> str:
+    return PLACE.sub(made, page)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        if (text := filled(before := page.read_text())) != before:
+            page.write_text(text)
+            print(f"wrote {page.relative_to(ROOT)}")
