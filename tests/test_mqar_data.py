@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runningtensor.mqar.data import IGNORE, Task, stream, validation
+from runningtensor.mqar.data import IGNORE, Task, validation
 
 TASKS = (Task(64, 4), Task(128, 32, vocab_size=256), Task(48, 12, vocab_size=128, random_filler=False))
 TASK = pytest.mark.parametrize("task", TASKS, ids=str)
@@ -66,17 +66,6 @@ def test_several_slots_are_a_sample_without_replacement():
         want = p[i] * p[j] * (1 / (1 - p[i]) + 1 / (1 - p[j]))
         found = ((slots[:, 0] == i) & (slots[:, 1] == j)).double().mean()
         assert found == pytest.approx(want.item(), abs=0.012)
-
-
-def test_a_stream_repeats_with_its_seed_and_mixes_its_tasks():
-    def some(seed):
-        batches = stream([Task(32, 2), Task(64, 4)], 3, seed, torch.device("cpu"))
-        return [next(batches)[0] for _ in range(20)]
-
-    first, again, other = some(0), some(0), some(1)
-    assert all(x.equal(y) for x, y in zip(first, again, strict=True))
-    assert any(x.shape != y.shape or not x.equal(y) for x, y in zip(first, other, strict=True))
-    assert {x.shape[1] for x in first} == {32, 64}
 
 
 def test_a_validation_set_is_known_by_its_hash():

@@ -19,7 +19,7 @@ from runningtensor.mqar.data import Task
 from runningtensor.mqar.grids import CALIBRATED_ON, CAPACITY, GRIDS, PROTOCOL, TABLE1, TABLE2, Cell, capacity, table1
 from runningtensor.mqar.mixers import MIXERS
 from runningtensor.mqar.record import Point, Result, Run, Score, identity, to_json
-from runningtensor.mqar.sweep import Store, Worker, ordered, read, run_cells, sweep
+from runningtensor.mqar.sweep import Store, Worker, kept, ordered, read, run_cells, sweep
 from runningtensor.mqar.train import train
 
 EASY = Task(16, 2, vocab_size=16)
@@ -38,10 +38,14 @@ def result(run, *accuracies):
 
 
 class Pretended:
-    """Runs that take no time: `accuracies` says what each seed finds; a seed that is not there never ends."""
+    """Runs that take no time: `accuracies` says what each seed finds; a seed that is not there never ends.
 
-    def __init__(self, accuracies):
+    A run that is asked to stop ends with what `stopping` says.
+    """
+
+    def __init__(self, accuracies, stopping=None):
         self.accuracies, self.started, self.killed = accuracies, [], []
+        self.stopping, self.asked = stopping or {}, []
 
     def __call__(self, run):
         self.started.append(run.seed)
@@ -59,6 +63,10 @@ class Job:
     def progress(self):
         return 0, 0.0
 
+    def stop(self):
+        self.all.asked.append(self.run.seed)
+        self.all.accuracies |= {seed: found for seed, found in self.all.stopping.items() if seed == self.run.seed}
+
     def kill(self):
         self.all.killed.append(self.run.seed)
 
@@ -66,6 +74,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(sweeping, "PAUSE", 0.001)
+    monkeypatch.setattr(sweeping, "GRACE", 0.1)
 
 
 @pytest.fixture
@@ -133,7 +142,14 @@ def test_runs_under_way_are_stopped_at_the_deadline_and_leave_nothing(path):
     began = time.monotonic()
     assert run_all(cells((0, 1)), path, start, jobs=2, minutes=0.02) == 1
     assert time.monotonic() - began < 5
-    assert start.killed == [1] and [found.run.seed for found in read(path)] == [0]
+    assert start.asked == start.killed == [1] and [found.run.seed for found in read(path)] == [0]
+
+
+def test_of_runs_that_are_asked_to_stop_those_that_finish_are_results(path):
+    unfinished, died = replace(result(run(0), 0.5), finished=""), sweeping.failure(run(1), "killed by SIGTERM")
+    start = Pretended({}, stopping={0: unfinished, 1: died, 2: 0.7})
+    assert run_all(cells((0, 1, 2)), path, start, jobs=3, minutes=0.001) == 2
+    assert not start.killed and [found.run.seed for found in read(path)] == [2]
 
 
 def test_every_row_has_a_run_before_any_has_two_and_short_ones_come_first():
@@ -150,6 +166,16 @@ def test_failed_runs_are_run_again_only_if_asked(path):
     run_all(cells((0, 1)), path, start, retry=True)
     assert start.started == [0, 1, 0]
     assert Store(path).found[identity(run(0))].accuracy == 0.7
+
+
+def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
+    files = [kept(path.parent / "running", identity(run(seed))) for seed in range(4)]
+    files[0].parent.mkdir()
+    for file in files:
+        file.touch()
+    start = Pretended({0: sweeping.failure(run(0), "killed by SIGKILL"), 2: 1.0})  # and 1 is needless then
+    assert run_all(cells((0, 1, 2), (3,)), path, start, jobs=4, minutes=0.01) == 1
+    assert [file.exists() for file in files] == [True, False, False, True]  # what died may be tried again
 
 
 # -- The file ----------------------------------------------------------------------------------------------------------
@@ -240,13 +266,49 @@ def test_a_result_that_was_cut_off_is_a_failure():
     assert worker.poll().failed.startswith("killed by SIGKILL: its result cannot be read")
 
 
+class Interrupted(Worker):
+    """Somebody presses Ctrl-C after its first test."""
+
+    pressed = False
+
+    def poll(self):
+        if self.progress()[0] and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return super().poll()
+
+
+def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monkeypatch):
+    monkeypatch.setattr(sweeping, "GRACE", 20)
+    long, running, text = run(0, steps=300, test_every=20), path.parent / "running", StringIO()
+    grid = [Cell("row", 16, (long,))]
+    with pytest.raises(KeyboardInterrupt):
+        run_cells(grid, path, lambda run: Interrupted(run, "cpu", running=running), console=Console(file=text))
+    assert "1 runs left, 1 of them wait to go on" in text.getvalue() and not read(path)
+    assert [*running.iterdir()] == [kept(running, identity(long))]
+
+    assert run_all(grid, path, lambda run: Worker(run, "cpu", running=running)) == 0
+    (found,) = read(path)
+    *_, here = train(long, torch.device("cpu"))
+    assert len(found.origin["interrupted"]) == 1 and not [*running.iterdir()]
+    assert [replace(point, seconds=0) for point in found.curve] == [replace(point, seconds=0) for point in here.curve]
+
+
+def test_a_person_is_told_of_a_file_that_is_ignored(path, capsys):
+    file = kept(path.parent, identity(run(0)))
+    file.write_text("nonsense")
+    worker = Worker(run(0), "cpu", running=path.parent)
+    until(lambda: worker.process.poll() is not None, 20)
+    assert worker.poll().finished and f"{file} is ignored" in capsys.readouterr().out
+
+
 KILLED = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_mqar_sweep import Cell, Worker, run, run_cells
 def start(run):
-    worker = Worker(run, "cpu")
+    worker = Worker(run, "cpu", running=Path({path!r}).parent / "running")
     print("started", worker.process.pid, flush=True)
     return worker
 run_cells([Cell("row", 16, (run(0), run(1, steps=10**6)))], Path({path!r}), start)
@@ -276,6 +338,8 @@ def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goe
         line = sweep.stdout.readline()
         assert line, "the sweep ended before it could be killed"
         pids += [int(line.split()[1])] if line.startswith("started") else []
+    file = kept(path.parent / "running", identity(run(1, steps=10**6)))
+    until(file.exists, 20)
     assert alive(pids[1])
     os.kill(sweep.pid, signal.SIGKILL)  # in the middle of the second run
     sweep.wait()
@@ -286,6 +350,7 @@ def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goe
         if alive(pids[1]):  # what this test is against
             os.kill(pids[1], signal.SIGKILL)
     assert [found.run.seed for found in read(path)] == [0]
+    assert torch.load(file, weights_only=True)["step"] > 0
     before = path.read_text()
 
     assert run_all([Cell("row", 16, (run(0), run(1)))], path, lambda run: Worker(run, "cpu")) == 0

@@ -135,7 +135,7 @@ def train(
 @plainly()
 def sweep(
     grid: Annotated[Grid, typer.Argument(help="What to run.")],
-    minutes: Annotated[float | None, typer.Option(help="After these, runs under way are stopped.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Then runs under way are stopped, to go on later.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
     only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",

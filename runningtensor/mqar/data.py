@@ -7,7 +7,6 @@ early. All other places hold random tokens, or zeros.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +58,6 @@ class Task:
             filler = torch.randint(self.vocab_size, inputs.shape, generator=generator, device=device)
             inputs = torch.where(inputs == 0, filler, inputs)
         return inputs, labels
-
-
-def stream(tasks: Sequence[Task], batch: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fresh batches without end, each of one of the tasks, drawn at random."""
-    generator = torch.Generator(device).manual_seed(seed)
-    choice = torch.Generator().manual_seed(seed)  # on the host: which shape comes next must not wait for the device
-    while True:
-        yield tasks[int(torch.randint(len(tasks), (), generator=choice))].sample(batch, generator)
 
 
 def validation(task: Task, count: int, seed: int = 2**31) -> tuple[Tensor, Tensor, str]:

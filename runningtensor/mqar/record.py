@@ -110,7 +110,8 @@ class Result:
     graph: bool = False  # steps were CUDA graphs
     ms_a_step: float | None = None  # median of steps after the first ones, data included, tests not
     peak_mib: float | None = None  # None: not on CUDA
-    origin: dict[str, Any] = field(default_factory=dict)  # commit, device, versions; at_once: runs of the sweep
+    # commit, device, versions; at_once: runs of the sweep; interrupted: the commit of each part before the last
+    origin: dict[str, Any] = field(default_factory=dict)
     finished: str = ""  # UTC; empty: not yet
     failed: str = ""  # why it ended before it should have
 

@@ -1,6 +1,7 @@
 """Runs a grid: several runs at once, each in a process of its own, each finished one a line in a file.
 
 The file is all that is known: a sweep that was killed goes on from it. Only the sweep writes it, whole lines at a time.
+Runs under way write what they need to go on into the folder `running` beside it.
 """
 
 import fcntl
@@ -13,13 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Protocol
 
 from rich.box import SIMPLE
@@ -31,9 +32,11 @@ from rich.table import Table
 from runningtensor.bench.provenance import commit, cores
 from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
 from runningtensor.mqar.record import Result, Run, from_json, identity, run_from, to_json
+from runningtensor.mqar.resume import NOTE, forget
 
 PROGRESS, RESULT = "PROGRESS ", "RESULT "  # begin the lines of a worker that are not a library's chatter
 PAUSE = 0.05  # seconds between looks at the workers
+GRACE = 30.0  # seconds for a run that is asked to stop; it may have to finish a test first
 
 
 # -- The file ----------------------------------------------------------------------------------------------------------
@@ -118,32 +121,47 @@ def work() -> None:
 
     from runningtensor.mqar.train import train
 
+    asked = Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
     device = torch.device(job["device"]) if job["device"] else None
-    for result in train(run_from(job["run"]), device):
-        print(f"{PROGRESS}{result.curve[-1].step} {result.curve[-1].accuracy}", flush=True)
+    kept = Path(job["kept"]) if job["kept"] else None
+    for result in train(run_from(job["run"]), device, kept=kept, stop=asked.is_set):
+        for point in result.curve[-1:]:
+            print(f"{PROGRESS}{point.step} {point.accuracy}", flush=True)
     print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
 
 
 def leave_with_parent() -> None:
-    """The input ends when the sweep does, even if it was killed; nobody wants the result then."""
+    """The input ends when the sweep does, even if it was killed; nobody wants the result then, but the next goes on."""
     while os.read(0, 1):  # not sys.stdin: Python could not end while a thread waits in it
         pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
     os._exit(1)
+
+
+def kept(running: Path | str, key: str) -> Path:
+    """Where a run has what it needs to go on."""
+    return Path(running) / f"{key}.pt"
 
 
 class Job(Protocol):
     """A run under way."""
 
-    def poll(self) -> Result | None: ...
+    def poll(self) -> Result | None: ...  # once it has ended; not finished: it was stopped, and can go on
     def progress(self) -> tuple[int, float]: ...
+    def stop(self) -> None: ...  # soon, when it has written what it needs to go on
     def kill(self) -> None: ...
 
 
 class Worker:
     """A run in a process of this machine."""
 
-    def __init__(self, run: Run, device: str | None = None, threads: int = 1) -> None:
+    def __init__(
+        self, run: Run, device: str | None = None, threads: int = 1, *, running: Path | str | None = None
+    ) -> None:
         self.run = run
+        job = {"run": asdict(run), "device": device, "kept": running and str(kept(running, identity(run)))}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "runningtensor.mqar.sweep"],
@@ -155,7 +173,7 @@ class Worker:
         )
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it died at once, which poll will find
-            self.process.stdin.write(json.dumps({"run": asdict(run), "device": device}).encode() + b"\n")
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
 
     def lines(self) -> list[str]:
@@ -176,14 +194,20 @@ class Worker:
             return None
         lines = self.lines()
         self.close()
+        for line in lines:
+            if line.startswith(NOTE):
+                print(line.removeprefix(NOTE))
         why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         if found := [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]:
             try:
                 return parsed(found[-1])
             except ValueError as error:  # it died in the middle of it
                 return failure(self.run, f"{why}: its result cannot be read: {error}")
-        words = [line.strip() for line in lines if line.strip() and not line.startswith(PROGRESS)]
+        words = [line.strip() for line in lines if line.strip() and not line.startswith((PROGRESS, NOTE))]
         return failure(self.run, ": ".join((why, *words[-1:])))
+
+    def stop(self) -> None:
+        self.process.terminate()
 
     def kill(self) -> None:
         self.process.kill()
@@ -205,23 +229,26 @@ def failure(run: Run, why: str) -> Result:
 # -- Runs elsewhere ----------------------------------------------------------------------------------------------------
 
 
-def elsewhere(line: str, device: str | None) -> str:
-    """What a machine of a Ray cluster does: the same as this one would."""
-    worker = Worker(run_from(json.loads(line)), device)
+def elsewhere(line: str, device: str | None, running: str) -> str:
+    """What a machine of a Ray cluster does: the same as this one would. If it has the folder, runs go on there too."""
+    worker = Worker(run_from(json.loads(line)), device, running=running)
     while (result := worker.poll()) is None:
-        time.sleep(PAUSE)
+        try:
+            time.sleep(PAUSE)
+        except KeyboardInterrupt:  # Ray's way to cancel
+            worker.stop()
     return to_json(result)
 
 
 class Cluster:
     """Starts runs on a Ray cluster: RAY_ADDRESS's, or the one that runs here, or a new one of this machine alone."""
 
-    def __init__(self, jobs: int, device: str | None) -> None:
+    def __init__(self, jobs: int, device: str | None, running: Path) -> None:
         try:
             import ray
         except ImportError as error:
             raise ValueError("ray must be installed for --ray: pip install 'runningtensor[ray]'") from error
-        self.ray, self.device = ray, device
+        self.ray, self.device, self.running = ray, device, str(running)
         ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False)
         gpus = int(ray.cluster_resources().get("GPU", 0)) if device in (None, "cuda") else 0
         self.jobs = jobs * max(1, gpus)
@@ -229,7 +256,8 @@ class Cluster:
         self.elsewhere = ray.remote(num_cpus=1, num_gpus=1 / jobs if gpus else 0, max_retries=0)(elsewhere)
 
     def start(self, run: Run) -> "RemoteWorker":
-        return RemoteWorker(self.ray, run, self.elsewhere.remote(json.dumps(asdict(run)), self.device))
+        reference = self.elsewhere.remote(json.dumps(asdict(run)), self.device, self.running)
+        return RemoteWorker(self.ray, run, reference)
 
     def close(self) -> None:
         self.ray.shutdown()
@@ -252,6 +280,9 @@ class RemoteWorker:
             return from_json(self.ray.get(self.reference))
         except Exception as error:  # whatever became of the machine
             return failure(self.run, f"{type(error).__name__}: {error}")
+
+    def stop(self) -> None:
+        self.ray.cancel(self.reference)
 
     def kill(self) -> None:
         self.ray.cancel(self.reference, force=True)
@@ -324,12 +355,14 @@ def sweep(
     if not cells:
         rows = "; ".join(dict.fromkeys(cell.row for cell in grid))
         raise ValueError(f"lengths and only must fit some cell, but were {lengths} and {only!r}; there are rows {rows}")
-    cluster = Cluster(jobs, device) if ray else None
+    running = out.resolve() / "running"
+    cluster = Cluster(jobs, device, running) if ray else None
+    threads = max(1, cores() // jobs)
     try:
         return run_cells(
             cells,
             out / f"{name}.jsonl",
-            cluster.start if cluster else partial(Worker, device=device, threads=max(1, cores() // jobs)),
+            cluster.start if cluster else partial(Worker, device=device, threads=threads, running=running),
             minutes=minutes,
             jobs=cluster.jobs if cluster else jobs,
             all_runs=all_runs,
@@ -354,31 +387,58 @@ def run_cells(
 ) -> int:
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     console = console or Console()
-    store = Store(path)
     active: dict[str, Job] = {}
-    try:
+    with closing(Store(path)) as store:
         plan = Plan(cells, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
-        console.print(f"{len(plan.runs)} runs, {len(plan.left())} of them left; results in {escape(str(path))}")
-        with Live(get_renderable=board.show, console=console, transient=True) if console.is_terminal else nullcontext():
-            while (left := plan.left()) and time.monotonic() < deadline:
-                for key in active.keys() - set(left):  # a better run has made it needless
-                    active.pop(key).kill()
-                for key in [key for key in left if key not in active][: jobs - len(active)]:
-                    active[key] = start(plan.runs[key])
+        running = path.parent / "running"
+
+        def drop_needless() -> None:
+            for key in active.keys() - set(plan.left()):  # a better run has made it so
+                active.pop(key).kill()
+                forget(kept(running, key))
+
+        def collect(stopping: bool = False) -> None:
+            for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:
+                del active[key]
+                if not result.finished or (stopping and result.failed):  # stopped, perhaps before it could listen
+                    continue
+                result.origin["at_once"] = jobs
+                store.add(result)
+                plan.tried.add(key)
+                if result.curve:  # else its process died, and can go on if it is tried again
+                    forget(kept(running, key))
+                console.print(board.line(key, result), highlight=False, soft_wrap=True)
+
+        def stop() -> None:
+            drop_needless()
+            for job in active.values():
+                job.stop()
+            patience = time.monotonic() + GRACE
+            while active and time.monotonic() < patience:
                 time.sleep(PAUSE)
-                for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:
-                    del active[key]
-                    result.origin["at_once"] = jobs
-                    store.add(result)
-                    plan.tried.add(key)
-                    console.print(board.line(key, result), highlight=False, soft_wrap=True)
-        console.print(f"{len(left)} runs left" + (", out of time" if left else ""))
+                collect(stopping=True)
+
+        console.print(f"{len(plan.runs)} runs, {len(plan.left())} of them left; results in {escape(str(path))}")
+        live = Live(get_renderable=board.show, console=console, transient=True)
+        try:
+            with live if console.is_terminal else nullcontext():
+                while (left := plan.left()) and time.monotonic() < deadline:
+                    drop_needless()
+                    for key in [key for key in left if key not in active][: jobs - len(active)]:
+                        active[key] = start(plan.runs[key])
+                    time.sleep(PAUSE)
+                    collect()
+        finally:  # out of time, or interrupted
+            try:
+                stop()
+            finally:
+                for job in active.values():
+                    job.kill()
+            left = plan.left()
+            waiting = sum(kept(running, key).exists() for key in left)
+            console.print(f"{len(left)} runs left" + (f", {waiting} of them wait to go on" if left else ""))
         return len(left)
-    finally:
-        for job in active.values():
-            job.kill()
-        store.close()
 
 
 class Board:

@@ -1,10 +1,12 @@
 """One run: a small decoder with any mixer, trained on fresh batches of the task, tested on a fixed set."""
 
+import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch.nn.functional import cross_entropy, silu
 
 from runningtensor.bench.provenance import provenance
 from runningtensor.layers.baselines import RMSNorm
-from runningtensor.mqar.data import Task, stream, validation
+from runningtensor.mqar import resume
+from runningtensor.mqar.data import Task, validation
 from runningtensor.mqar.mixers import MIXERS
-from runningtensor.mqar.record import Point, Result, Run, Score
+from runningtensor.mqar.record import Point, Result, Run, Score, point_from
 from runningtensor.ops.interface import triton_refuses
 
 __all__ = ["Point", "Recall", "Result", "Run", "Score", "train"]
@@ -173,6 +176,21 @@ class Trainer:
             self.healthy.logical_and_(loss.isfinite())
             self.healthy_steps.add_(self.healthy)
 
+    def state(self) -> dict[str, Any]:
+        """All that the steps after this one depend on, but the batches."""
+        moments = [dict(self.optimizer.state[master]) for master in self.masters]
+        return {"masters": self.masters, "moments": moments, "health": [self.healthy, self.healthy_steps]}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Before the first step: what is made here is what graphs will know, and nothing else is moved."""
+        for master, saved, moments in zip(self.masters, state["masters"], state["moments"], strict=True):
+            master.copy_(saved)
+            self.optimizer.state[master] = {name: moment.to(self.device) for name, moment in moments.items()}
+        torch._foreach_copy_(self.parameters, self.masters)
+        for mine, saved in zip((self.healthy, self.healthy_steps), state["health"], strict=True):
+            mine.copy_(saved)
+
 
 class Clock:
     """Times of single steps; a GPU's are read when it has been waited for anyway."""
@@ -220,8 +238,30 @@ def score(guesses: Tensor, truths: Tensor, classes: int) -> Score:
     return Score(right.double().mean().item(), f1[occurring > 0].double().mean().item())
 
 
-def train(run: Run, device: torch.device | None = None, graph: bool = True) -> Iterator[Result]:
-    """Yields the result, growing: after each test one point more. On CUDA, steps are graphs unless told otherwise."""
+def setting(trainer: Trainer, result: Result) -> str:
+    """What must be the same for a run to go on: times of two GPUs have no median, and code may have changed."""
+    same = {
+        "run": asdict(result.run),
+        "shapes": [master.shape for master in trainer.masters],
+        **{name: getattr(result, name) for name in ("validation", "dtype", "graph")},
+        **{name: result.origin[name] for name in ("device", "torch", "triton")},
+    }
+    return json.dumps(same, sort_keys=True)
+
+
+def train(
+    run: Run,
+    device: torch.device | None = None,
+    graph: bool = True,
+    *,
+    kept: Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Result]:
+    """Yields the result, growing: after each test one point more. On CUDA, steps are graphs unless told otherwise.
+
+    What it needs to go on is in the file `kept` after each test, and when `stop`, asked after each step, has said so:
+    the run then ends with a result that is not finished. It begins with what is in that file.
+    """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(run, device, graph)
     model, clock = trainer.model, Clock(device)
@@ -239,34 +279,57 @@ def train(run: Run, device: torch.device | None = None, graph: bool = True) -> I
     tests = [(task, x.to(device), y.to(device)) for task, (x, y, _) in zip(run.tests, sets, strict=True)]
 
     batches = {task: Batch(task, run.sequences(task), device) for task in run.tasks}
-    streams = {
-        task: stream((task,), run.sequences(task), 1000 * run.seed + i, device) for i, task in enumerate(batches)
-    }
+    draws = {task: torch.Generator(device).manual_seed(1000 * run.seed + i) for i, task in enumerate(batches)}
     choice = torch.Generator().manual_seed(run.seed)  # on the host: which shape comes next must not wait for the device
+    generators = (choice, *draws.values())
+    begun, seconds, of = 0, 0.0, setting(trainer, result)
+    if kept and (saved := resume.load(kept, of)):
+        trainer.load(saved)
+        for generator, state in zip(generators, saved["generators"], strict=True):
+            generator.set_state(state)
+        begun, seconds, clock.ms, clock.first_ms = (saved[name] for name in ("step", "seconds", "ms", "first_ms"))
+        result.curve, result.peak_mib = [point_from(point) for point in saved["curve"]], saved["peak_mib"]
+        result.origin["interrupted"] = saved["commits"]
+
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    started = time.perf_counter()
+    started = time.perf_counter() - seconds
     clock.mark()
-    for step in range(1, run.steps + 1):
+    for step in range(begun + 1, run.steps + 1):
         task = run.tasks[int(torch.randint(len(run.tasks), (), generator=choice))]
-        batches[task].fill(*next(streams[task]))
+        batches[task].fill(*task.sample(run.sequences(task), draws[task]))
         clock.mark(trainer.step(batches[task], run.rate(step)))
-        if step % run.test_every and step < run.steps:
+        asked, done = stop(), False
+        tested = step % run.test_every == 0 or step == run.steps
+        if not (asked or tested):
             continue
         healthy, loss = bool(trainer.healthy), trainer.loss.item()
         result.ms_a_step = clock.read()
-        found = [test(model, task, x, y, run.tested_at_once(task)) for task, x, y in tests]
-        first, *also = found
-        seconds = time.perf_counter() - started
-        result.curve.append(Point(step, loss, first.accuracy, seconds, first.macro_f1, also))
+        if tested:
+            found = [test(model, task, x, y, run.tested_at_once(task)) for task, x, y in tests]
+            first, *also = found
+            seconds = time.perf_counter() - started
+            result.curve.append(Point(step, loss, first.accuracy, seconds, first.macro_f1, also))
+            done = step == run.steps or not healthy or min(score.accuracy for score in found) >= run.stop_at
         if device.type == "cuda":
-            result.peak_mib = torch.cuda.max_memory_allocated(device) / 2**20
-        if not healthy:
-            result.failed = f"the loss was not finite at step {int(trainer.healthy_steps) + 1}"
-        done = step == run.steps or not healthy or min(score.accuracy for score in found) >= run.stop_at
+            result.peak_mib = max(result.peak_mib or 0, torch.cuda.max_memory_allocated(device) / 2**20)
         if done:
+            if not healthy:
+                result.failed = f"the loss was not finite at step {int(trainer.healthy_steps) + 1}"
             result.finished = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        elif kept:
+            rest = {
+                "step": step,
+                "seconds": time.perf_counter() - started,
+                "generators": [generator.get_state() for generator in generators],
+                "ms": clock.ms,
+                "first_ms": clock.first_ms,
+                "curve": [asdict(point) for point in result.curve],
+                "peak_mib": result.peak_mib,
+                "commits": [*result.origin.get("interrupted", ()), result.origin["commit"]],
+            }
+            resume.save(kept, of, trainer.state() | rest)
         yield result
-        if done:
+        if done or asked:
             return
         clock.mark()
