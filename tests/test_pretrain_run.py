@@ -10,19 +10,20 @@ import time
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers comes with the extra hf")
 
-from pretraining import child, end, losses, recipe, run, shards, start, train, until
+from pretraining import EOS, child, end, losses, recipe, run, shards, start, train, until
 from rich.console import Console
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from runningtensor.pretrain.checkpoints import about, found_in
-from runningtensor.pretrain.data import Shards
+from runningtensor.pretrain.data import Shards, pack
 from runningtensor.pretrain.engine import Predictor, Trainer, process_group
 from runningtensor.pretrain.progress import LOG, read
 from runningtensor.pretrain.recipes import shown
@@ -115,6 +116,30 @@ def test_micro_batches_and_recomputed_activations_change_nothing(data: Path, who
     for i, changes in enumerate([{"sequences": 8}, {"sequences": 1}, {"activation_checkpointing": True}]):
         run(recipe(**changes), data, tmp_path / str(i))
         assert close(tmp_path / str(i), whole, 8)
+
+
+@pytest.mark.parametrize("model", ["running-tensor", "attention"])
+def test_windows_that_no_document_ends_in_are_a_batch_of_the_same_loss(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.Size, bool]] = []
+    forward = Predictor.forward
+
+    def watched(self: Predictor, ids: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Any:
+        seen.append((ids.shape, cu_seqlens is None))
+        return forward(self, ids, labels, cu_seqlens)
+
+    monkeypatch.setattr(Predictor, "forward", watched)
+    long = recipe(model=model, mlp=300, sequences=3)
+    windows = torch.randint(0, 200, (3, long.length + 1))
+    whole = pack(windows, EOS)
+    cut = whole._replace(cu_seqlens=torch.cat((whole.cu_seqlens, whole.cu_seqlens[-1:])))  # and one of no tokens
+    with process_group(long) as (device, mesh):
+        trainer = Trainer(long, Shards(shards(tmp_path / "data", seed=0), "train"), 1, device, mesh)
+        with torch.no_grad():
+            found = [float(trainer.summed_loss(part)) for part in (whole, cut)]
+    assert seen == [((3, long.length), True), ((1, 3 * long.length), False)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_one_shard_is_gathered_once_a_step(data: Path) -> None:
