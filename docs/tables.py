@@ -31,6 +31,7 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def source(file: str, rows: Sequence[Any]) -> str:
     origins = [getattr(row, "origin", None) or vars(row) for row in rows]
+    origins = [x for x in origins if "device" in x]  # a run whose process died does not say
     devices = [x["device"] + ("" if "NVIDIA" in x["device"] else f" ({x['cores']} cores)") for x in origins]
     found = (devices, *([x[name] for x in origins] for name in ("torch", "commit")))
     return "From `results/{}`: {}, torch {}, commit {}.".format(file, *(", ".join(dict.fromkeys(x)) for x in found))
@@ -139,7 +140,11 @@ def decoding(rows: list[layers_gpu.LayerRow]) -> Text:
 def throughput(rows: list[pretrain_gpu.PretrainRow]) -> Text:
     lines = []
     for row in rows:
-        size = f"{row.parameters / 1e6:,.0f}M", f"{row.sequences} × {row.length:,}"
+        size = (
+            ("", f"{row.length:,}")
+            if row.failed
+            else (f"{row.parameters / 1e6:,.0f}M", f"{row.sequences} × {row.length:,}")
+        )
         over = f"{pretrain_gpu.over_attention(rows, row):.2f}×".replace("nan×", "")
         days = f"{1e11 / row.tokens_a_second / 86400:.1f} days"
         speed = f"{row.tokens_a_second:,.0f}", over, f"{row.mfu:.1%}", f"{row.peak_gib:.0f} GiB", days

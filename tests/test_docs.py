@@ -17,6 +17,7 @@ from runningtensor.bench.provenance import Provenance, write
 from runningtensor.cli import app
 from runningtensor.mqar.grids import GRIDS
 from runningtensor.mqar.record import Point, Result, Score, to_json
+from runningtensor.mqar.sweep import failure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -163,8 +164,11 @@ def test_a_table_of_the_paper_comes_with_its_results(name, tables, tmp_path, mon
     run = GRIDS[grid]()[0].runs[0]
     scores = [Point(200, 1.0, 0.875, 3.0, 0.5, also=[Score(0.25, 0.25) for _ in run.also])]
     (tmp_path / "mqar").mkdir()
-    line = to_json(Result(run, 175_475, 120_000, curve=scores, origin=vars(ORIGIN)))
-    (tmp_path / f"mqar/{grid}.jsonl").write_text(line + "\n")
+    lines = [
+        to_json(Result(run, 175_475, 120_000, curve=scores, origin=vars(ORIGIN))),
+        to_json(failure(GRIDS[grid]()[0].runs[1], "killed by SIGKILL")),  # says nothing of where it was
+    ]
+    (tmp_path / f"mqar/{grid}.jsonl").write_text("\n".join(lines) + "\n")
     text = tables.filled(f"<!-- {name} --><!-- end -->")
     assert "87.5" in text
     assert text.endswith(f"From `results/mqar/{grid}.jsonl`: NVIDIA H200, torch 2.11.0, commit abc1234. <!-- end -->")

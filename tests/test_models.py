@@ -213,6 +213,13 @@ def test_a_head_of_any_kind_has_the_same_loss(autocast):
     near(*found, 2e-2 if autocast else 1e-5)
 
 
+def test_hooks_of_the_head_are_called():
+    model, ids, called = build(), tokens(1, 8), []
+    model.lm_head.register_full_backward_hook(lambda *_: called.append(True))
+    model(ids, labels=ids).loss.backward()
+    assert called
+
+
 def test_logits_are_computed_once_and_no_gradient_that_nobody_wants():
     model, hidden, targets = build(loss_chunk_size=5), torch.randn(16, 32).double(), torch.arange(16)
     product = 2 * 16 * 32 * VOCAB

@@ -170,7 +170,7 @@ def test_failed_runs_are_run_again_only_if_asked(path):
 
 def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
     files = [kept(path.parent / "running", identity(run(seed))) for seed in range(4)]
-    files[0].parent.mkdir()
+    files[0].parent.mkdir(parents=True)
     for file in files:
         file.touch()
     start = Pretended({0: sweeping.failure(run(0), "killed by SIGKILL"), 2: 1.0})  # and 1 is needless then

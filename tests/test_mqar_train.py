@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -261,6 +262,7 @@ def stopped_after(steps, how, path, **options):
 
 @pytest.fixture
 def path(tmp_path):
+    (tmp_path / "running").mkdir()
     return tmp_path / "running" / "run.pt"
 
 
@@ -356,6 +358,15 @@ def test_a_run_whose_state_cannot_be_written_goes_on(tmp_path, capsys):
     (tmp_path / "running").write_text("not a folder")
     result = last(train(run(), CPU, kept=tmp_path / "running" / "run.pt"))
     assert result.finished and "cannot be written" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_become_fuller(path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert last(train(run(), CPU, kept=path)).finished
+    assert not list(path.parent.iterdir()) and "no space left" in capsys.readouterr().out
 
 
 KILLED = """

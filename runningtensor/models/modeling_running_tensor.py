@@ -335,8 +335,9 @@ class SummedLoss(torch.autograd.Function):
 
 def only_a_matrix(head: nn.Module) -> bool:
     """Not if it has a bias, or is one of PEFT's, or if hooks do something about its call."""
-    hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    return type(head) is nn.Linear and head.bias is None and not hooked
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    plain = type(head) is nn.Linear and head.bias is None and type(head.weight) in (nn.Parameter, Tensor)
+    return plain and not any(hooks) and "forward" not in vars(head)
 
 
 class RunningTensorForCausalLM(RunningTensorPreTrainedModel, GenerationMixin):

@@ -17,14 +17,19 @@ def save(path: Path, of: str, state: dict[str, Any]) -> None:
     """`of` is what must be the same when it is loaded. All or nothing, whenever the process is killed."""
     content = io.BytesIO()
     torch.save(state | {"format": FORMAT, "of": of}, content)
+    written = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: the same run may be under way in another sweep.
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}.", delete=False) as file:
+            written = Path(file.name)
             file.write(content.getbuffer())
-        os.replace(file.name, path)
-    except OSError as error:  # the disk is full, or is not this machine's: the run is worth more than its file
+        os.replace(written, path)
+    except (
+        OSError
+    ) as error:  # the disk is full, or the folder is another machine's: the run is worth more than its file
         print(f"{NOTE}{path} cannot be written: {error}", flush=True)
+        if written:
+            written.unlink(missing_ok=True)
 
 
 def load(path: Path, of: str) -> dict[str, Any] | None:

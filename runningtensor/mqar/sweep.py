@@ -237,6 +237,8 @@ def elsewhere(line: str, device: str | None, running: str) -> str:
             time.sleep(PAUSE)
         except KeyboardInterrupt:  # Ray's way to cancel
             worker.stop()
+    if result.finished and result.curve:
+        forget(kept(running, identity(result.run)))
     return to_json(result)
 
 
@@ -392,6 +394,7 @@ def run_cells(
         plan = Plan(cells, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
         running = path.parent / "running"
+        running.mkdir(parents=True, exist_ok=True)  # here, so that other machines save where they share it
 
         def drop_needless() -> None:
             for key in active.keys() - set(plan.left()):  # a better run has made it so

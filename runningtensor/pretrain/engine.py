@@ -91,6 +91,8 @@ def build(config: RunningTensorConfig, recipe: Recipe, device: torch.device, mes
     if recipe.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=dtype_on(recipe, device), reduce_dtype=torch.float32)
+    if recipe.compile:  # layers are one function to it, for rows and batches, with and without gradients, of few sizes
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in lm.model.layers:
         if recipe.compile:
             layer.compile()
