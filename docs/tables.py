@@ -140,15 +140,15 @@ def decoding(rows: list[layers_gpu.LayerRow]) -> Text:
 def throughput(rows: list[pretrain_gpu.PretrainRow]) -> Text:
     lines = []
     for row in rows:
-        size = (
-            ("", f"{row.length:,}")
-            if row.failed
-            else (f"{row.parameters / 1e6:,.0f}M", f"{row.sequences} × {row.length:,}")
-        )
+        name = pretrain_gpu.name(row.case)
+        if row.failed:
+            lines.append((name, "", f"{row.length:,}", row.note, *[""] * 4))
+            continue
+        size = f"{row.parameters / 1e6:,.0f}M", f"{row.sequences} × {row.length:,}"
         over = f"{pretrain_gpu.over_attention(rows, row):.2f}×".replace("nan×", "")
         days = f"{1e11 / row.tokens_a_second / 86400:.1f} days"
         speed = f"{row.tokens_a_second:,.0f}", over, f"{row.mfu:.1%}", f"{row.peak_gib:.0f} GiB", days
-        lines.append((pretrain_gpu.name(row.case), *size, *((row.note, "", "", "", "") if row.failed else speed)))
+        lines.append((name, *size, *speed))
     headings = ("", "parameters", "a step", "tokens a second", "over attention", "MFU", "memory", "100BT")
     more = (
         "`runningtensor bench pretrain`: whole steps of `paper_600m` on one GPU, compiled, on random tokens. The last "

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runningtensor import RunningTensorConfig, RunningTensorForCausalLM
 
@@ -58,3 +59,22 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 @torch.no_grad()
 def logits(model: RunningTensorForCausalLM, ids: Tensor, **options: object) -> Tensor:
     return model(ids, **options).logits
+
+
+def grads(model: RunningTensorForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out

@@ -5,10 +5,8 @@ import copy
 import pytest
 import torch
 from helpers import bounds, near, rel
-from models import EVERY_KIND, EVERY_MIXER, FULL, LINEAR_OR_HYBRID, VOCAB, build, config, logits, tokens
+from models import EVERY_KIND, EVERY_MIXER, FULL, LINEAR_OR_HYBRID, VOCAB, Largest, build, config, grads, logits, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
@@ -21,13 +19,6 @@ from runningtensor.layers.baselines import Mixer
 from runningtensor.models import RunningTensorCache
 from runningtensor.models.configuration_running_tensor import MIXERS
 from runningtensor.models.costs import flops_a_token
-
-
-def grads(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
 
 # -- A cache -----------------------------------------------------------------------------------------------------------
 
@@ -133,9 +124,6 @@ def test_a_packed_row_costs_attention_no_more_than_its_sequences_do():
     assert inside.numel == T * 8 < largest.numel == T * model.config.intermediate_size < T * T / 100
 
 
-# -- The loss ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_attention_holds_no_scores_of_a_whole_prompt(dtype):
@@ -146,135 +134,6 @@ def test_attention_holds_no_scores_of_a_whole_prompt(dtype):
     torch.cuda.reset_peak_memory_stats()
     logits(model, ids, use_cache=True, logits_to_keep=1)
     assert torch.cuda.max_memory_allocated() - before < 4 * T * T  # of one head, in float32
-
-
-@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
-def test_the_loss_in_chunks_is_cross_entropy(tied):
-    model, ids = build(loss_chunk_size=7, tie_word_embeddings=tied), tokens(3, 11)
-    labels = ids.masked_fill(torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.3, -100)
-    got = model(ids, labels=labels)
-    plain = cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert got.logits is None
-    near([got.loss], [plain], 1e-12)
-    near(grads(model, got.loss), grads(model, plain), 1e-10)
-    count = (labels[:, 1:] != -100).sum()
-    near([model(ids, labels=labels, num_items_in_batch=2 * count).loss], [plain / 2], 1e-12)
-
-
-def test_a_batch_without_labels_has_a_loss_of_zero():
-    model, ids = build(), tokens(1, 4)
-    loss = model(ids, labels=torch.full_like(ids, -100)).loss
-    assert loss == 0 and not any(grad.any() for grad in grads(model, loss).values())
-
-
-@pytest.mark.parametrize("scale", (1e-30, 1, 1e3, 1e30), ids=str)
-def test_the_loss_of_any_logits_is_that_of_float64(scale):
-    model = build(dtype=torch.float32, loss_chunk_size=5)
-    draw = torch.Generator().manual_seed(0)
-    hidden, targets = torch.randn(12, 32, generator=draw), torch.randint(VOCAB, (12,), generator=draw)
-    hidden[3], targets[3] = torch.nan, -100  # what is not predicted may be anything
-    targets[0] = model.lm_head(hidden[0]).argmax()  # of probability 1, but for the smallest scale
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        x, weight = (scale * hidden).to(dtype).requires_grad_(), model.lm_head.weight.detach().to(dtype)
-        model.lm_head.weight = torch.nn.Parameter(weight)
-        if dtype == torch.float32:
-            loss = model.chunked_loss(x, targets, 1)
-        else:
-            loss = cross_entropy(x.nan_to_num() @ model.lm_head.weight.T, targets, reduction="sum")
-        found.append([loss, *torch.autograd.grad(2 * loss, (x, model.lm_head.weight))])
-    near(*found, 1e-5)
-
-
-class Wrapped(torch.nn.Module):
-    """As PEFT wraps a head: its weight is not all there is to it."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head = head
-        self.weight = head.weight
-
-    def forward(self, x):
-        return self.head(x)
-
-
-@pytest.mark.parametrize("autocast", (False, True), ids=("float32", "autocast"))
-def test_a_head_of_any_kind_has_the_same_loss(autocast):
-    model, ids = build(dtype=torch.float32, loss_chunk_size=7).train(), tokens(2, 16)
-    found = []
-    for head in (model.lm_head, Wrapped(model.lm_head)):
-        model.lm_head = head
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found.append(model(ids, labels=ids))
-        model.zero_grad()
-        found[-1].loss.backward()
-        found[-1] = [found[-1].loss, *(p.grad.clone() for p in model.parameters())]
-    assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]]
-    near(*found, 2e-2 if autocast else 1e-5)
-
-
-def test_hooks_of_the_head_are_called():
-    model, ids, called = build(), tokens(1, 8), []
-    model.lm_head.register_full_backward_hook(lambda *_: called.append(True))
-    model(ids, labels=ids).loss.backward()
-    assert called
-
-
-def test_logits_are_computed_once_and_no_gradient_that_nobody_wants():
-    model, hidden, targets = build(loss_chunk_size=5), torch.randn(16, 32).double(), torch.arange(16)
-    product = 2 * 16 * 32 * VOCAB
-    for of_hidden, of_weight in ((True, True), (True, False), (False, True)):
-        model.lm_head.weight.requires_grad_(of_weight)
-        with FlopCounterMode(display=False) as counter:
-            model.chunked_loss(hidden.clone().requires_grad_(of_hidden), targets).backward()
-        assert counter.get_total_flops() == product * (1 + of_hidden + of_weight)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
-def test_the_loss_on_a_gpu_is_that_of_float64(dtype):
-    model = build(dtype=dtype, loss_chunk_size=5).cuda()
-    hidden, targets = torch.randn(12, 32).to(dtype).cuda(), torch.arange(12).cuda()
-    found = []
-    for wide in (dtype, torch.float64):
-        x, weight = (y.detach().to(wide).requires_grad_() for y in (hidden, model.lm_head.weight))
-        if wide == dtype:
-            model.lm_head.weight = weight = torch.nn.Parameter(weight)
-            loss = model.chunked_loss(x, targets, 1)
-        else:
-            loss = cross_entropy(x @ weight.T, targets, reduction="sum")
-        found.append([y.double() for y in (loss, *torch.autograd.grad(loss, (x, weight)))])
-    near(*found, 1e-5 if dtype == torch.float32 else 1e-2)
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
-
-
-def test_training_holds_the_logits_of_one_chunk_at_a_time():
-    vocab, chunk, T = 5000, 16, 256
-    model, ids = build(dtype=torch.float32, vocab_size=vocab, loss_chunk_size=chunk).train(), tokens(2, T)
-    with Largest() as largest:
-        model(ids, labels=ids).loss.backward()
-    weights = vocab * model.config.hidden_size
-    assert largest.numel == max(weights, chunk * vocab) < 2 * T * vocab / 10
-
-
-def test_only_the_logits_that_are_asked_for_are_computed():
-    model, ids = build(), tokens(2, 9)
-    everything = logits(model, ids)
-    near([logits(model, ids, logits_to_keep=1)], [everything[:, -1:]], 1e-14)
-    near([logits(model, ids, logits_to_keep=torch.tensor([2, 5]))], [everything[:, [2, 5]]], 1e-14)
-    assert logits(model, ids, labels=ids, return_logits=True, logits_to_keep=2).shape == (2, 2, VOCAB)
 
 
 # -- Weights -----------------------------------------------------------------------------------------------------------

@@ -11,21 +11,19 @@ from runningtensor.layers.front_kernels import (
     EPS,
     GATES,
     KEYS,
-    QUERIES,
     TAU,
     VALUES,
     begin,
     convolved,
     dot,
-    key_role,
     lanes,
     log_sigmoid,
+    one_kind,
     sigmoid,
     silu,
     silu_gradient,
     standing,
     token,
-    widest,
     window,
 )
 
@@ -233,23 +231,10 @@ def front_gradients_kernel(
     EXTRA: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    given = (x, conv, position, mask, dfused, dconv, B, T)
-    M: tl.constexpr = 2 * len(KEY_DIMS)
-    G: tl.constexpr = STARTS[M + 1]
     SHAPE: tl.constexpr = (H, D, X, F, SIZE, SPAN, LANES, EXTRA, PACKED, C)
-    part = tl.program_id(1)
-    if part == M:
-        role = (V, STARTS[M], G, dvalues)
-        walk_back(VALUES, V, role, dforget, given, SHAPE, dforget is not None, False, 0, TELESCOPING)
-    elif part == M + 1:
-        role = (V, STARTS[len(STARTS) - 1], G + H, dgate)
-        walk_back(GATES, V, role, dbeta, given, SHAPE, dbeta is not None, GATE_CONV == 0, 0, TELESCOPING)
-    elif part % 2 == 0:
-        role = key_role(part // 2, dqueries, False, KEY_DIMS, STARTS)
-        walk_back(QUERIES, widest(KEY_DIMS), role, None, given, SHAPE, SKIP, False, SKIP, TELESCOPING)
-    else:
-        role = key_role(part // 2, dkeys, True, KEY_DIMS, STARTS)
-        walk_back(KEYS, widest(KEY_DIMS), role, None, given, SHAPE, False, False, SKIP, TELESCOPING)
+    given = (x, conv, position, mask, dfused, dconv, B, T)
+    made = (dqueries, dkeys, dvalues, dbeta, dforget, dgate)
+    one_kind(walk_back, given, made, SHAPE, KEY_DIMS, STARTS, V, SKIP, TELESCOPING, GATE_CONV)
 
 
 @triton.jit

@@ -288,6 +288,38 @@ def key_role(i, tensors, SECOND: tl.constexpr, KEY_DIMS: tl.constexpr, STARTS: t
     return width, start, gate, at
 
 
+@triton.jit
+def one_kind(
+    WALK: tl.constexpr,
+    given,
+    made,  # queries, keys, values, β, what the forget gate gives, and output gates; or their gradients
+    SHAPE: tl.constexpr,
+    KEY_DIMS: tl.constexpr,
+    STARTS: tl.constexpr,
+    V: tl.constexpr,
+    SKIP: tl.constexpr,
+    TELESCOPING: tl.constexpr,
+    GATE_CONV: tl.constexpr,
+):
+    """Of all that is made, what this program is for: queries and keys of each mode, values, output gates."""
+    queries, keys, values, beta, forget, gate = made
+    M: tl.constexpr = 2 * len(KEY_DIMS)
+    G: tl.constexpr = STARTS[M + 1]  # the gates of forgetting, and after them β
+    part = tl.program_id(1)
+    if part == M:
+        role = (V, STARTS[M], G, values)
+        WALK(VALUES, V, role, forget, given, SHAPE, forget is not None, False, 0, TELESCOPING)
+    elif part == M + 1:
+        role = (V, STARTS[len(STARTS) - 1], G + SHAPE[0], gate)
+        WALK(GATES, V, role, beta, given, SHAPE, beta is not None, GATE_CONV == 0, 0, TELESCOPING)
+    elif part % 2 == 0:
+        role = key_role(part // 2, queries, False, KEY_DIMS, STARTS)
+        WALK(QUERIES, widest(KEY_DIMS), role, None, given, SHAPE, SKIP, False, SKIP, TELESCOPING)
+    else:
+        role = key_role(part // 2, keys, True, KEY_DIMS, STARTS)
+        WALK(KEYS, widest(KEY_DIMS), role, None, given, SHAPE, False, False, SKIP, TELESCOPING)
+
+
 @triton.jit(do_not_specialize=["B", "T"])
 def front_kernel(
     x,  # [B,EXTRA+T,X]
@@ -318,23 +350,9 @@ def front_kernel(
     EXTRA: tl.constexpr,  # tokens before the first, of which x has rows and nothing is asked
     PACKED: tl.constexpr,
 ):
-    given = (x, conv, position, mask, B, T)
-    M: tl.constexpr = 2 * len(KEY_DIMS)
-    G: tl.constexpr = STARTS[M + 1]  # the gates of forgetting, and after them β
     SHAPE: tl.constexpr = (H, D, X, F, SIZE, SPAN, LANES, EXTRA, PACKED)
-    part = tl.program_id(1)
-    if part == M:
-        role = (V, STARTS[M], G, values)
-        walk(VALUES, V, role, forget, given, SHAPE, forget is not None, False, 0, TELESCOPING)
-    elif part == M + 1:
-        role = (V, STARTS[len(STARTS) - 1], G + H, gate)
-        walk(GATES, V, role, beta, given, SHAPE, beta is not None, GATE_CONV == 0, 0, TELESCOPING)
-    elif part % 2 == 0:
-        role = key_role(part // 2, queries, False, KEY_DIMS, STARTS)
-        walk(QUERIES, widest(KEY_DIMS), role, None, given, SHAPE, SKIP, False, SKIP, TELESCOPING)
-    else:
-        role = key_role(part // 2, keys, True, KEY_DIMS, STARTS)
-        walk(KEYS, widest(KEY_DIMS), role, None, given, SHAPE, False, False, SKIP, TELESCOPING)
+    given, made = (x, conv, position, mask, B, T), (queries, keys, values, beta, forget, gate)
+    one_kind(walk, given, made, SHAPE, KEY_DIMS, STARTS, V, SKIP, TELESCOPING, GATE_CONV)
 
 
 @triton.jit
