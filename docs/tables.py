@@ -1,12 +1,15 @@
 """Writes the tables of README.md and docs/*.md: all between `<!-- name -->` and `<!-- end -->` is made from results/.
 
-python docs/tables.py, or make tables. What has no results yet is empty, its heading included.
+python docs/tables.py, or make tables. What has no results yet is empty, its heading included. Figures of models that
+were pretrained are drawn anew.
 """
 
 import io
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from rich.console import Console
 from runningtensor.bench import errors, layers_gpu, ops, ops_gpu, pretrain_gpu, provenance
 from runningtensor.mqar import demo, grids, report, sweep
 from runningtensor.mqar.record import Result, identity
+from runningtensor.plots import plot_evaluation, plot_pretraining
+from runningtensor.pretrain import progress
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -159,6 +164,49 @@ def throughput(rows: list[pretrain_gpu.PretrainRow]) -> Text:
     return f"## How fast\n\n{table(headings, lines)}", more, rows
 
 
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder of results/pretrain: the run's log and, where it was evaluated, its recall."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return self.lines[0]["origin"]
+
+    def loss(self, step: int) -> float:
+        return next(x["validation_loss"] for x in self.lines if x.get("step") == step and "validation_loss" in x)
+
+    @staticmethod
+    def read(folder: Path) -> "list[Pretrained]":
+        logs = sorted(folder.glob(f"*/{progress.LOG}"))
+        others = [log.with_name("recall.json") for log in logs]
+        found = [json.loads(other.read_text())["results"] if other.exists() else [] for other in others]
+        return [Pretrained(x.parent.name, progress.read(x), y) for x, y in zip(logs, found, strict=True)]
+
+
+def pretrained(rows: list[Pretrained]) -> Text:
+    """Validation losses of those that were trained to the end, and what they recall."""
+    whole = [row for row in rows if row.evaluated]
+    last = whole[0].lines[-1]["step"]
+    steps, places = (200, 400, 800, last), (256, 2048, 16_384)
+    lines = []
+    for row in sorted(whole, key=lambda row: row.loss(last)):
+        measures = {name: found["value"] for name, found in row.evaluated[0]["measures"].items()}
+        recalled = " / ".join(f"{measures[f'recall/{n}']:.1%}" for n in places[:2])
+        perplexities = " / ".join(f"{measures[f'perplexity/{n}']:.1f}" for n in places)
+        lines.append((row.name, *(f"{row.loss(step):.3f}" for step in steps), recalled, perplexities))
+    headings = (
+        "",
+        *(f"after {step:,} steps" for step in steps),
+        "recalled after 256 / 2,048 tokens",
+        "perplexity at 256 / 2,048 / 16,384",
+    )
+    return table(headings, lines), "", rows
+
+
 def race(rows: list[demo.Row]) -> Text:
     lines = []
     for model in dict.fromkeys(row.model for row in rows):
@@ -228,6 +276,7 @@ TABLES: dict[str, tuple[str, type, Callable[[Any], Text]]] = {  # the file, what
     "layers": ("bench/layers_gpu.csv", layers_gpu.LayerRow, layers),
     "decoding": ("bench/layers_gpu.csv", layers_gpu.LayerRow, decoding),
     "throughput": ("bench/pretrain_gpu.csv", pretrain_gpu.PretrainRow, throughput),
+    "pretrained": ("pretrain/50m", Pretrained, pretrained),
     "calibration": ("mqar/calibration.jsonl", Result, calibration),
     "table1": ("mqar/table1.jsonl", Result, partial(reported, "table1", "Table 1")),
     "table2": ("mqar/table2.jsonl", Result, partial(reported, "table2", "Table 2")),
@@ -238,7 +287,8 @@ TABLES: dict[str, tuple[str, type, Callable[[Any], Text]]] = {  # the file, what
 def made(place: re.Match[str]) -> str:
     file, kind, text = TABLES[place[1]]
     path = RESULTS / file
-    rows = [] if not path.exists() else sweep.read(path) if kind is Result else provenance.read(path, kind)
+    read = {Result: sweep.read, Pretrained: Pretrained.read}.get(kind, partial(provenance.read, kind=kind))
+    rows = read(path) if path.exists() else []
     shown, more, used = text(rows) if rows else ("", "", [])
     last = "\n".join(filter(None, (textwrap.fill(more, 124), used and source(file, used))))
     return f"<!-- {place[1]} -->" + (f"\n{shown}\n\n{last} " if used else "") + "<!-- end -->"
@@ -253,3 +303,6 @@ if __name__ == "__main__":
         if (text := filled(before := page.read_text())) != before:
             page.write_text(text)
             print(f"wrote {page.relative_to(ROOT)}")
+    trained = [row for row in Pretrained.read(RESULTS / "pretrain/50m") if row.evaluated]
+    plot_pretraining({row.name: row.lines for row in trained}, RESULTS / "pretrain/50m.png")
+    plot_evaluation({row.name: row.evaluated for row in trained}, RESULTS / "pretrain/50m-recall.png")

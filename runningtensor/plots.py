@@ -415,7 +415,9 @@ def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> N
         ax.minorticks_off()
         ax.set_xlabel({"needle": "tokens of the haystack", "recall": "tokens since"}.get(panel, "position, in tokens"))
         if panel != "perplexity":
-            ax.set_ylim(-3, 103)
+            highest = max(value + error for line in points[panel].values() for _, value, error in line)
+            top = next(limit for limit in (10, 20, 50, 101) if highest <= limit or limit > 100)
+            ax.set_ylim(-0.03 * top, 1.03 * top)
     for model, (colour, marker) in colours.items():
         axes[0][0].plot([], [], color=colour, marker=marker, label=model)
     shape.legend(loc="outside lower center", ncols=min(4, len(results)), frameon=False)
@@ -470,7 +472,9 @@ def plot_pretraining(runs: dict[str, list[dict[str, Any]]], figure: Path) -> Non
         means = [(sums[j + 1] - sums[max(0, j + 1 - over)]) / min(j + 1, over) for j in range(len(steps))]
         tokens = [x for x, _ in steps]
         last = f": {tests[-1][1]:.3f} in the end" if tests else ""
-        ax.plot(tokens, means, color=colour, linewidth=2, label=f"{model} ({name}){last}")
+        ax.plot(
+            tokens, means, color=colour, linewidth=2, label=(model if model == name else f"{model} ({name})") + last
+        )
         if tests:
             ax.plot(*zip(*tests, strict=True), "o", color=colour, markersize=6)
         # The first tenth falls so far that nothing else could be seen beside it.

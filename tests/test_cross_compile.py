@@ -85,10 +85,11 @@ def launch_op(
 
 
 def launch_layer(fake: Callable, shape: tuple[int, int], B: int, T: int, packed: bool) -> None:
-    """What is before the op and after it: forward, backward and a step."""
+    """What is before the op and after it: forward, backward and a step. And the loss."""
     import torch
 
     from runningtensor.layers import RunningTensor, fused
+    from runningtensor.models.loss import cross_entropies_
 
     layer = RunningTensor(*shape)
     conv, weight = (fake(*part.weight.shape) for part in (layer.conv, layer.norm))
@@ -107,6 +108,7 @@ def launch_layer(fake: Callable, shape: tuple[int, int], B: int, T: int, packed:
     fused._norm_backward._init_fn(after[0], *after)
     fused._front_backward._init_fn(outputs, *before)
     forward(1, conv.shape[1] - 1, None)
+    cross_entropies_(fake(8, 32_000), fake(8, dtype=torch.int64))
 
 
 def name(kernel: object) -> str:

@@ -7,6 +7,8 @@ from models import VOCAB, Largest, build, grads, logits, tokens
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
+from runningtensor.models import loss as losses
+
 
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 def test_the_loss_in_chunks_is_cross_entropy(tied):
@@ -44,6 +46,33 @@ def test_the_loss_of_any_logits_is_that_of_float64(scale):
             loss = cross_entropy(x.nan_to_num() @ model.lm_head.weight.T, targets, reduction="sum")
         found.append([loss, *torch.autograd.grad(2 * loss, (x, model.lm_head.weight))])
     near(*found, 1e-5)
+
+
+@pytest.mark.parametrize("size", (1, 60, 4096, 9000))
+def test_the_kernel_gives_the_losses_and_gradients_that_torch_gives(monkeypatch, size):
+    draw = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(8, size, generator=draw), torch.randint(size, (8,), generator=draw)
+    logits[1] *= 1e30 if size > 1 else 1
+    targets[1], targets[2] = logits[1].argmax(), -100
+    logits[3, : size - 1] = -torch.inf  # of probability 1, after blocks of nothing
+    targets[3] = size - 1
+    logits[4, 1:] = -torch.inf
+    found = []
+    for kernel in (True, False):
+        monkeypatch.setattr(losses, "usable", lambda x, kernel=kernel: kernel)
+        given = logits.clone() if kernel else logits.double()
+        found.append([losses.cross_entropies_(given, targets), given])
+        found[-1][1][2] = 0  # the gradient of what is not predicted is thrown away
+    (loss, grad), (wanted_loss, wanted_grad) = found
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), wanted_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), wanted_grad, rtol=1e-5, atol=1e-7)
+
+
+def test_labels_that_there_are_not_make_the_kernels_loss_a_nan(monkeypatch):
+    monkeypatch.setattr(losses, "usable", lambda x: True)
+    found = losses.cross_entropies_(torch.randn(4, 7), torch.tensor([7, -1, 3, -100]))
+    assert found.isnan().tolist() == [True, True, False, False]
 
 
 class Wrapped(torch.nn.Module):

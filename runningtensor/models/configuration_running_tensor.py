@@ -32,10 +32,10 @@ class RunningTensorConfig(PreTrainedConfig):
     vocab_size: int = 32000
     hidden_size: int = 1024
     num_hidden_layers: int = 48
-    intermediate_size: int = 3072
-    num_heads: int = 32
-    key_dims: list[int] | tuple[int, ...] = (24, 24)
-    value_dim: int = 48
+    intermediate_size: int = 3232
+    num_heads: int = 16
+    key_dims: list[int] | tuple[int, ...] = (15, 15)
+    value_dim: int = 64
     projection: str = "conconlyc"
     delta: bool = True
     query_skip: bool = True

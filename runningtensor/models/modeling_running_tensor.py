@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy, log_softmax, pad, silu
+from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
@@ -26,8 +25,7 @@ from runningtensor.layers.baselines import BASELINES, Mixer, refuse_padding
 from runningtensor.layers.running_tensor import RunningTensor, positions
 from runningtensor.models.cache import RunningTensorCache
 from runningtensor.models.configuration_running_tensor import RunningTensorConfig
-
-IGNORE = -100  # the label of a token that is not to be predicted
+from runningtensor.models.loss import IGNORE, SummedLoss, only_a_matrix
 
 
 def writer(width: int, hidden_size: int) -> nn.Linear:
@@ -288,56 +286,6 @@ def _bounds(position_ids: Tensor) -> Tensor:
 @_bounds.register_fake
 def _(position_ids: Tensor) -> Tensor:
     return position_ids.new_empty(torch.library.get_ctx().new_dynamic_size(min=2))
-
-
-class SummedLoss(torch.autograd.Function):
-    """The sum of the cross entropies of `hidden @ weight.T`, which are made a few rows at a time and only once.
-
-    Its gradient is known up to a factor when it is, so a chunk's logits become their gradient at once, which goes into
-    those of hidden and weight. What is kept is as large as these: [N,D], and [V,D] summed up in float32. There is no
-    second derivative.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        loss = hidden.new_zeros((), dtype=wide)
-        dhidden = hidden.new_empty(hidden.shape) if ctx.needs_input_grad[0] else None
-        dweight = weight.new_zeros(weight.shape, dtype=wide) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
-            ignored = (targets[rows] == IGNORE)[:, None]
-            x, target = hidden[rows].masked_fill(ignored, 0), targets[rows, None].masked_fill(ignored, 0)
-            logits = x @ weight.T
-            logs = log_softmax(logits, -1, dtype=wide)
-            log = logs.gather(1, target)
-            loss -= log.masked_fill(ignored, 0).sum()
-            # softmax - 1 at the targets, in the memory of the logits; expm1, as it may be tiny
-            dlogits = torch.exp(logs, out=logits).scatter_(1, target, log.expm1().to(logits.dtype))
-            if dhidden is not None:
-                torch.mm(dlogits, weight, out=dhidden[rows]).masked_fill_(ignored, 0)
-            if dweight is not None and dweight.is_cuda:  # bfloat16 in, float32 out: CPUs have no such product
-                dweight += torch.mm(dlogits.T, x, out_dtype=wide)
-            elif dweight is not None:
-                torch.addmm(dweight, dlogits.T.to(wide), x.to(wide), out=dweight)
-            del logits, logs, dlogits  # before there are those of the next
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.dtype = weight.dtype
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight = ctx.saved_tensors
-        dhidden = None if dhidden is None else dhidden * dloss
-        return dhidden, None if dweight is None else (dweight * dloss).to(ctx.dtype), None, None
-
-
-def only_a_matrix(head: nn.Module) -> bool:
-    """Not if it has a bias, or is one of PEFT's, or if hooks do something about its call."""
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    plain = type(head) is nn.Linear and head.bias is None and type(head.weight) in (nn.Parameter, Tensor)
-    return plain and not any(hooks) and "forward" not in vars(head)
 
 
 class RunningTensorForCausalLM(RunningTensorPreTrainedModel, GenerationMixin):

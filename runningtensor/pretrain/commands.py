@@ -48,7 +48,9 @@ def plot(
     from runningtensor.plots import plot_pretraining
     from runningtensor.pretrain.progress import LOG, read
 
-    plot_pretraining({str(run): read(run / LOG) for run in runs}, out)
+    names = [run.resolve().name for run in runs]
+    names = names if len({*names}) == len(runs) else [str(run) for run in runs]
+    plot_pretraining({name: read(run / LOG) for name, run in zip(names, runs, strict=True)}, out)
     console.print(f"{len(runs)} runs → {escape(str(out))}")
 
 

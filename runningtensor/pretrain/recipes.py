@@ -35,10 +35,12 @@ class Recipe:
     vocab_size: int | None = 32_000  # none: as many as the data's tokenizer has
     hidden_size: int = 1024
     layers: int = 48
-    heads: int = 32  # these four are RunningTensor's; of the others they fix the number of parameters
-    key_dims: tuple[int, ...] = (24, 24)
-    value_dim: int = 48
-    mlp: int = 3072
+    heads: int = 16  # these six are RunningTensor's; of the others they fix the number of parameters
+    key_dims: tuple[int, ...] = (15, 15)  # 16 with the slot of the query-skip gates: docs/pretraining.md says why
+    value_dim: int = 64
+    mlp: int = 3232
+    projection: str = "conconlyc"
+    forget: str = "telescoping"
     tie_embeddings: bool = False
 
     length: int = 4096  # tokens of a sequence
@@ -101,7 +103,7 @@ def paper_600m() -> Recipe:
 def small_50m() -> Recipe:
     """50M parameters, for one GPU."""
     return replace(
-        paper_600m(), hidden_size=512, layers=12, heads=16, mlp=1536, tie_embeddings=True, length=2048, batch=64,
+        paper_600m(), hidden_size=512, layers=12, heads=8, mlp=1632, tie_embeddings=True, length=2048, batch=64,
         sequences=16, validate_every=500, save_every=500,
     )  # fmt: skip
 
@@ -109,9 +111,9 @@ def small_50m() -> Recipe:
 def tiny_cpu() -> Recipe:
     """A model that learns in a minute on two CPU cores."""
     return replace(
-        small_50m(), vocab_size=None, hidden_size=128, layers=2, heads=4, key_dims=(12, 12), mlp=384, length=128,
-        batch=8, sequences=8, steps=400, lr=3e-3, warmup=20, device="cpu", validate_every=50, validation_sequences=32,
-        save_every=50,
+        small_50m(), vocab_size=None, hidden_size=128, layers=2, heads=4, key_dims=(12, 12), value_dim=48,
+        mlp=384, length=128, batch=8, sequences=8, steps=400, lr=3e-3, warmup=20, device="cpu",
+        validate_every=50, validation_sequences=32, save_every=50,
     )  # fmt: skip
 
 
@@ -168,7 +170,7 @@ def deviations(recipe: Recipe, parameters: int, tokens: int, epochs: float) -> l
     paper = paper_600m()
     found = [
         f"{name} {shown(getattr(recipe, name))} (the paper: {shown(getattr(paper, name))})"
-        for name in ("schedule", "warmup", "weight_decay", "clip")
+        for name in ("projection", "forget", "schedule", "warmup", "weight_decay", "clip")
         if getattr(recipe, name) != getattr(paper, name)
     ]
     if recipe.lr not in (1e-3, 1e-4, 1e-5):
@@ -227,7 +229,8 @@ def configuration(recipe: Recipe, vocab_size: int, eos: int | None = None) -> "R
     def config(model: str, layers: int, mlp: int, vocab_size: int) -> RunningTensorConfig:
         return RunningTensorConfig(
             vocab_size=vocab_size, hidden_size=recipe.hidden_size, num_hidden_layers=layers, intermediate_size=mlp,
-            num_heads=recipe.heads, key_dims=recipe.key_dims, value_dim=recipe.value_dim,
+            num_heads=recipe.heads, key_dims=recipe.key_dims, value_dim=recipe.value_dim, projection=recipe.projection,
+            forget=recipe.forget,
             tie_word_embeddings=recipe.tie_embeddings, eos_token_id=eos, **MODELS[model](recipe.hidden_size, layers),
         )  # fmt: skip
 
