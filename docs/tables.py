@@ -176,6 +176,10 @@ class Pretrained:
     def origin(self) -> dict[str, Any]:
         return self.lines[0]["origin"]
 
+    @property
+    def last(self) -> int:
+        return self.lines[-1]["step"]
+
     def loss(self, step: int) -> float:
         return next(x["validation_loss"] for x in self.lines if x.get("step") == step and "validation_loss" in x)
 
@@ -189,21 +193,33 @@ class Pretrained:
 
 def pretrained(rows: list[Pretrained]) -> Text:
     """Validation losses of those that were trained to the end, and what they recall."""
-    whole = [row for row in rows if row.evaluated]
-    last = whole[0].lines[-1]["step"]
-    steps, places = (200, 400, 800, last), (256, 2048, 16_384)
+    whole = trained(rows)
+    steps, places = (200, 400, 800, whole[0].last), (256, 2048, 16_384)
     lines = []
-    for row in sorted(whole, key=lambda row: row.loss(last)):
+    for row in whole:
         measures = {name: found["value"] for name, found in row.evaluated[0]["measures"].items()}
-        recalled = " / ".join(f"{measures[f'recall/{n}']:.1%}" for n in places[:2])
+        recalled = " / ".join(f"{measures[f'recall/{n}']:.1%} ({measures[f'control/{n}']:.1%})" for n in places[:2])
         perplexities = " / ".join(f"{measures[f'perplexity/{n}']:.1f}" for n in places)
         lines.append((row.name, *(f"{row.loss(step):.3f}" for step in steps), recalled, perplexities))
     headings = (
         "",
         *(f"after {step:,} steps" for step in steps),
-        "recalled after 256 / 2,048 tokens",
+        "recalled (guessed) after 256 / 2,048 tokens",
         "perplexity at 256 / 2,048 / 16,384",
     )
+    return table(headings, lines), "", rows
+
+
+def trained(rows: list[Pretrained]) -> list[Pretrained]:
+    """Those that were evaluated, the best first."""
+    return sorted((row for row in rows if row.evaluated), key=lambda row: row.loss(row.last))
+
+
+def pretrained_short(rows: list[Pretrained]) -> Text:
+    rows = trained(rows)
+    lines = [(row.name, f"{row.loss(row.last):.3f}") for row in rows]
+    tokens = rows[0].lines[-1]["tokens"]
+    headings = ("50M parameters", f"validation loss after {tokens / 1e6:.0f}M tokens of text")
     return table(headings, lines), "", rows
 
 
@@ -277,6 +293,7 @@ TABLES: dict[str, tuple[str, type, Callable[[Any], Text]]] = {  # the file, what
     "decoding": ("bench/layers_gpu.csv", layers_gpu.LayerRow, decoding),
     "throughput": ("bench/pretrain_gpu.csv", pretrain_gpu.PretrainRow, throughput),
     "pretrained": ("pretrain/50m", Pretrained, pretrained),
+    "pretrained_short": ("pretrain/50m", Pretrained, pretrained_short),
     "calibration": ("mqar/calibration.jsonl", Result, calibration),
     "table1": ("mqar/table1.jsonl", Result, partial(reported, "table1", "Table 1")),
     "table2": ("mqar/table2.jsonl", Result, partial(reported, "table2", "Table 2")),
@@ -303,6 +320,6 @@ if __name__ == "__main__":
         if (text := filled(before := page.read_text())) != before:
             page.write_text(text)
             print(f"wrote {page.relative_to(ROOT)}")
-    trained = [row for row in Pretrained.read(RESULTS / "pretrain/50m") if row.evaluated]
-    plot_pretraining({row.name: row.lines for row in trained}, RESULTS / "pretrain/50m.png")
-    plot_evaluation({row.name: row.evaluated for row in trained}, RESULTS / "pretrain/50m-recall.png")
+    shown = trained(Pretrained.read(RESULTS / "pretrain/50m"))
+    plot_pretraining({row.name: row.lines for row in shown}, RESULTS / "pretrain/50m.png")
+    plot_evaluation({row.name: row.evaluated for row in shown}, RESULTS / "pretrain/50m-recall.png")

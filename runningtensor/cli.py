@@ -141,6 +141,7 @@ def serve(
 
 
 @app.command()
+@plainly()
 def inspect(model: MODEL) -> None:
     """A model's layers: parameters, state, work a token, and its cache beside that of attention. Loads no weights."""
     from runningtensor.models.commands import inspect
@@ -149,6 +150,7 @@ def inspect(model: MODEL) -> None:
 
 
 @app.command()
+@plainly()
 def export(
     model: MODEL,
     folder: Annotated[Path, typer.Argument(help="Where the model goes, with its code.")],

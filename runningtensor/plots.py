@@ -382,7 +382,7 @@ def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> N
         "tasks": "Tasks (%)",
         "needle": "Needles found (%), RULER; dashed: of many keys",
         "recall": "Recalled (%); dashed: never read",
-        "perplexity": "Perplexity up to a position",
+        "perplexity": "Perplexity of the tokens before a position",
     }
     names = list(dict.fromkeys(point[0] for line in points.get("tasks", {}).values() for point in line))
     colours = {model: (EVALUATED[i % 7], MARKERS[i % 7]) for i, model in enumerate(results)}

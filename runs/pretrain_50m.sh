@@ -3,14 +3,20 @@
 # you like. DATA is what `runningtensor data prepare` made; the learning rate is chosen on attention, and shared.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out="${OUT:-pretrained/50m}"
-train() { runningtensor pretrain small_50m --data "$DATA" --out "$out/$1" --set batch=16 --set compile=true "${@:2}"; }
-for lr in 1e-4 1e-5; do train "attention-$lr" --model attention --set lr=$lr --set steps=400; done  # beside the first 400 of 1e-3
-for model in attention running-tensor gated-deltanet deltanet; do
+out="${OUT:-pretrained/50m}" models="attention running-tensor gated-deltanet deltanet"
+train() {
+    runningtensor pretrain small_50m --data "$DATA" --out "$out/$1" --set batch=16 --set compile=true \
+        --set validate_every=100 --set save_every=400 "${@:2}"
+}
+for lr in 1e-4 1e-5; do train "attention-$lr" --model attention --set lr=$lr --set steps=400; done  # beside 400 of 1e-3
+for model in $models; do
     train $model --model $model --set lr="${LR:-1e-3}"
-done
-runningtensor pretrain plot "$out"/*/ --out "$out/loss.png"
-for model in attention running-tensor gated-deltanet deltanet; do
     [ -e "$out-models/$model" ] || runningtensor pretrain export "$out/$model" "$out-models/$model"
+    runningtensor evaluate "$out-models/$model" --suite recall --texts "$DATA" --dtype bfloat16 --out "$out/$model/recall"
 done
-runningtensor evaluate "$out-models"/* --suite recall --texts "$DATA" --dtype bfloat16 --out "$out-models-recall"
+for run in "$out"/*/; do  # what docs/tables.py reads
+    kept="results/pretrain/50m/$(basename "$run")" && mkdir -p "$kept"
+    cp "$run/log.jsonl" "$kept/"
+    [ ! -e "$run/recall" ] || cp "$run"/recall/*.json "$kept/recall.json"
+done
+python docs/tables.py

@@ -45,8 +45,8 @@ def test_what_is_measured() -> None:
     assert {case.implementation for case in bench.chosen(peers=False)} == {bench.OURS, bench.COMPILED}
 
 
-def test_what_is_decoded_is_the_default_model() -> None:
-    config = pytest.importorskip("runningtensor.models").RunningTensorConfig()
+def test_what_is_decoded_is_what_its_rows_say() -> None:
+    config = pytest.importorskip("runningtensor.models").RunningTensorConfig(**bench.DECODED)
     for groups in bench.DECODING.values():
         for ours, attention in groups:
             layer = (config.hidden_size, config.num_heads, *config.key_dims, config.value_dim)

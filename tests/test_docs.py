@@ -1,4 +1,5 @@
-"""What README and docs say can be done, can be done: Python runs, commands are there and take what they are given."""
+"""What README and docs say can be done, can be done: Python runs, and so do commands, but for those that take a GPU, a
+download or hours: of these it is checked that they are there and take what they are given."""
 
 import importlib.util
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from runningtensor.bench import pretrain_gpu
 from runningtensor.bench.provenance import Provenance, write
@@ -69,6 +71,45 @@ def free_port():
 def run(code: str, folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# What is run, and what makes it short: a few steps are enough to see that it works.
+SHORT = {
+    ("inspect",): [],
+    ("generate",): ["--device", "cpu"],
+    ("chat",): ["--device", "cpu"],
+    ("export",): [],
+    ("data", "prepare"): ["--validation", "0.3"],
+    ("pretrain", "tiny_cpu"): ["--set", "steps=2", "--set", "validation_sequences=2"],
+    ("pretrain", "plot"): [],
+    ("pretrain", "export"): [],
+    ("mqar", "train"): ["--steps", "1", "--batch", "1", "--test-count", "1", "--device", "cpu"],
+    ("mqar", "report"): [],
+}
+
+
+@pytest.mark.parametrize("shell", blocks("sh", "bash"))
+def test_commands_do_what_they_should(shell, tmp_path, monkeypatch):
+    """One after another, in a folder with texts, a small tokenizer, and a MODEL unless it is what is made."""
+    for package in ("transformers", "datatrove", "matplotlib"):
+        pytest.importorskip(package, reason=f"needs {package}, which comes with the extra dev")
+    from speakers import SPEAKER, folder, tokenizer
+
+    (tmp_path / "texts").mkdir()
+    parts = [part for page in PAGES for part in page.read_text().split("\n\n")]
+    for file in ("texts.jsonl", "texts/a.jsonl"):
+        (tmp_path / file).write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    tokenizer().save_pretrained(tmp_path / "small")
+    if "export run MODEL" not in shell:
+        folder(tmp_path / "MODEL", template=SPEAKER)
+    monkeypatch.chdir(tmp_path)
+    for words in commands(shell):
+        if words[0] != "runningtensor":
+            continue
+        short = next((SHORT[name] for n in (1, 2) if (name := tuple(words[1 : 1 + n])) in SHORT), None)
+        if short is not None and "HuggingFaceFW/fineweb-edu" not in words:
+            done = CliRunner().invoke(app, [*words[1:], *short], input="")
+            assert done.exit_code == 0, f"{' '.join(words)}: {done.output} {done.exception}"
 
 
 @pytest.mark.parametrize("shell", blocks("sh", "bash"))

@@ -1,5 +1,6 @@
 """Recall on real text: what is asked was said once, as far back as it says, and in the control never."""
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from evaluation import save_model, texts, tokenizer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from runningtensor.cli import app
-from runningtensor.evaluate import recall
+from runningtensor.evaluate import recall, run
 from runningtensor.evaluate.measures import measure
 from runningtensor.evaluate.recall import LEAD, Tokens, documents, places, recalled, statements
 
@@ -150,6 +152,18 @@ def test_texts_without_anything_rare_are_refused(tmp_path):
     assert done.exit_code == 1 and "occur once" in done.output
     done = CliRunner().invoke(app, ["evaluate", model, *options])
     assert done.exit_code == 1 and "texts must be given" in done.output
+
+
+def test_all_suites_are_without_recall_where_there_are_no_texts(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(run, "Work", lambda tasks, *_: given.extend(task.suite for task in tasks))
+    monkeypatch.setattr(run, "Subject", lambda *_: None)
+    said = io.StringIO()
+    run.evaluate([], ["all"], console=Console(file=said))
+    assert {"language", "retrieval", "needle"} == {*given} and "recall is left out" in said.getvalue()
+    given.clear()
+    run.evaluate([], ["all"], texts=tmp_path)
+    assert "recall" in given
 
 
 def test_the_command_compares_models_and_goes_on_where_it_was(tmp_path):

@@ -367,6 +367,14 @@ def test_the_flops_of_a_mixer_are_those_of_its_matrices_and_of_its_rule(kind, pr
     assert flops_a_token(model.config, 100) == flops_a_token(model.config, 1) == 2 * (matrices + products * states)
 
 
+def test_the_inspect_command_compares_with_attention_of_the_models_width(tmp_path):
+    RunningTensorConfig(hidden_size=512).save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "250"}, catch_exceptions=False)
+    assert "attention 8×128" in done.output
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere")])
+    assert done.exit_code == 1 and "nowhere" in done.output and not isinstance(done.exception, OSError)
+
+
 def test_the_inspect_command_knows_every_mixer(tmp_path):
     model = build("gated_deltanet hybrid")
     model.config.save_pretrained(tmp_path)

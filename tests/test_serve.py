@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import typer.main
 from models import build, tokens
 from speakers import SPEAKER, folder, served, tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from runningtensor.cli import app
 from runningtensor.serve.conversation import Conversation
 from runningtensor.serve.engine import Engine, Job
 from runningtensor.serve.writing import Sampling, Writer, draw
@@ -220,6 +222,11 @@ def likeliest(tmp_path_factory):
         return words.decode(written, skip_special_tokens=True)
 
     return write
+
+
+def test_nobody_else_is_listened_to_unless_it_is_asked_for():
+    options = {option.name: option.default for option in typer.main.get_command(app).commands["serve"].params}
+    assert options["host"] == "127.0.0.1" and options["api_key"] is None
 
 
 def test_completions_and_chats_say_what_the_model_says(client, likeliest):

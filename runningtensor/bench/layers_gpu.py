@@ -99,7 +99,8 @@ def decoding(B: int, context: int) -> list[Case]:
 
 SMALL, LARGE = ((4, 24, 24, 48), (4, 24, 1, 48)), ((32, 24, 24, 48), (6, 128, 1, 256))
 LAYERS = [layers(64, 1024, 128, *SMALL), layers(16, 4096, 128, *SMALL), layers(8, 4096, 1024, *LARGE)]
-# The default of RunningTensorConfig, 0.6B parameters, and the same with attention.
+# A model of 0.6B parameters with large states, 960,000 floats a layer, and the same with attention.
+DECODED = dict(num_heads=32, key_dims=(24, 24), value_dim=48, intermediate_size=3072)
 CONTEXTS, BATCHES = (2**10, 2**16, 2**20), (1, 64)
 DECODING = {B: [decoding(B, context) for context in CONTEXTS] for B in BATCHES}
 GROUPS = [*LAYERS, *(group for groups in DECODING.values() for group in groups)]
@@ -252,7 +253,7 @@ def make_model(implementation: str) -> Any:
 
     torch.manual_seed(SEED)
     with torch.device("cuda"):
-        config = configuration(implementation, RunningTensorConfig())
+        config = configuration(implementation, RunningTensorConfig(**DECODED))
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 

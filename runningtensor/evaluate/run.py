@@ -47,6 +47,9 @@ def evaluate(
     """Evaluates models on the tasks of suites, or the named ones of them, and returns the records of each model."""
     say = partial((console or Console()).print, highlight=False, soft_wrap=True)
     chosen = choose(suites, tasks)
+    if texts is None and "recall" not in (*suites, *tasks) and any(task.suite == "recall" for task in chosen):
+        say("recall is left out: it is made from --texts")
+        chosen = [task for task in chosen if task.suite != "recall"]
     for option, given in ("limit", limit), ("batch", batch), ("max_length", max_length):
         if given is not None and given < 1:
             raise ValueError(f"{option} must be at least 1, but was {given}")

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextSt
 
 from runningtensor.models import RunningTensorConfig
 from runningtensor.models import export as code
+from runningtensor.models.configuration_running_tensor import attention_of
 from runningtensor.models.costs import Block, blocks
 
 CONTEXTS = {"1K": 2**10, "32K": 2**15, "1M": 2**20}
@@ -64,7 +65,8 @@ def inspect(model: str, console: Console) -> None:
         add(each, block.kind, [block])
     table.add_section()
     add("all", "", rows)
-    alike = replace(config, layer_types=["full_attention"] * len(rows))
+    heads = {} if "full_attention" in config.layer_types else attention_of(config.hidden_size)
+    alike = replace(config, layer_types=["full_attention"] * len(rows), **heads)
     add("all if", next(blocks(alike)).kind, list(blocks(alike)), cached=True)
     console.print(table)
     embeddings = short(config.vocab_size * config.hidden_size)

@@ -9,6 +9,12 @@ LAYER_TYPES = ("linear_attention", "full_attention")  # transformers' names; our
 MIXERS = ("running_tensor", "linear_attention", "deltanet", "gated_deltanet", "gla", "mamba2")
 
 
+def attention_of(width: int) -> dict[str, int]:
+    """Attention to compare with: at 1024 that of Qwen3-0.6B, with 16 and 8 heads of 128, and in proportion."""
+    heads = max(2, width // 64)
+    return {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 2 * width // heads}
+
+
 class RunningTensorConfig(PreTrainedConfig):
     """A decoder of RunningTensor layers, with attention layers in between where `layer_types` says so.
 

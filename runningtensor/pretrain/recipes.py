@@ -52,7 +52,7 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip: float = 0.01  # of the norm of the gradient
-    dtype: str = "auto"  # of parameters and activations: bfloat16 on CUDA, else float32. The optimiser's are float32
+    dtype: str = "auto"  # that layers compute in: bfloat16 on CUDA, else float32. What the optimiser has is float32
     seed: int = 0  # of the weights and of the order of the data
 
     sequences: int = 4  # at most so many at a time on a rank: what memory allows; the rest of a batch comes after
@@ -188,11 +188,9 @@ def deviations(recipe: Recipe, parameters: int, tokens: int, epochs: float) -> l
 
 
 def _attention(width: int, layers: int) -> dict[str, Any]:
-    heads = max(2, width // 64)  # at 1024 those of Qwen3-0.6B: 16 and 8, of 128
-    return {
-        "layer_types": ["full_attention"] * layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
-        "head_dim": 2 * width // heads,
-    }  # fmt: skip
+    from runningtensor.models.configuration_running_tensor import attention_of
+
+    return {"layer_types": ["full_attention"] * layers, **attention_of(width)}
 
 
 def _gated_deltanet(width: int, layers: int) -> dict[str, Any]:
