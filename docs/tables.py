@@ -234,14 +234,15 @@ def race(rows: list[demo.Row]) -> Text:
     return table(headings, lines), "", rows
 
 
-def planned(name: str, results: list[Result]) -> list[Result]:
-    known = {identity(run) for cell in grids.GRIDS[name]() for run in cell.runs}
-    return [result for result in results if identity(result.run) in known]  # not those of another protocol
+def planned(name: str) -> list[Result]:
+    """Of a grid, not those of another protocol; what it shares with another grid may be in its file."""
+    wanted = {identity(run) for cell in grids.GRIDS[name]() for run in cell.runs}
+    return [result for result in sweep.known(RESULTS / f"mqar/{name}.jsonl") if identity(result.run) in wanted]
 
 
 def recall(results: list[Result]) -> Text:
     lines: dict[str, list[str]] = {}
-    results = planned("table1", results)
+    results = planned("table1")
     for cell in report.summarize("table1", grids.table1(), results):
         found = "not run" if cell.best is None else f"{cell.best:.1f}"
         lines.setdefault(cell.row, [cell.row]).append(
@@ -253,7 +254,7 @@ def recall(results: list[Result]) -> Text:
 
 def reported(name: str, title: str, results: list[Result]) -> Text:
     """As `runningtensor mqar report` has it, with its figure."""
-    printed, results = io.StringIO(), planned(name, results)
+    printed, results = io.StringIO(), planned(name)
     summaries = report.summarize(name, grids.GRIDS[name](), results, sweep.read(RESULTS / "mqar/speed.jsonl"))
     report.show(name, summaries, Console(file=printed, width=1000, force_terminal=False), markdown=True)
     *lines, legend = filter(None, map(str.strip, printed.getvalue().splitlines()))

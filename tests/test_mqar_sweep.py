@@ -107,6 +107,15 @@ def test_runs_that_are_the_same_are_run_once(path):
     assert sorted(start.started) == [0, 1]
 
 
+def test_what_another_grid_has_run_is_not_run_again(tmp_path):
+    theirs, ours = tmp_path / "table1.jsonl", tmp_path / "table2.jsonl"
+    run_all(cells((0, 1)), theirs, Pretended({0: 0.1, 1: 0.2}))
+    start = Pretended({2: 0.3})
+    assert run_all(cells((1, 2)), ours, start) == 0
+    assert start.started == [2] and [found.run.seed for found in read(ours)] == [2]
+    assert [found.run.seed for found in sweeping.known(ours)] == [0, 1, 2]
+
+
 def test_a_cell_stops_when_a_run_of_it_is_good_enough(path):
     start = Pretended({0: 0.1, 1: 0.9995, 2: 0.5, 3: 0.99949, 4: 0.2})
     assert run_all(cells((0, 1, 2), (3, 4)), path, start) == 0
@@ -166,6 +175,13 @@ def test_failed_runs_are_run_again_only_if_asked(path):
     run_all(cells((0, 1)), path, start, retry=True)
     assert start.started == [0, 1, 0]
     assert Store(path).found[identity(run(0))].accuracy == 0.7
+
+
+def test_a_run_whose_loss_was_no_number_is_not_run_again(path):
+    start = Pretended({0: replace(result(run(0), 0.1), failed="the loss is not finite")})
+    run_all(cells((0,)), path, start)
+    run_all(cells((0,)), path, start, retry=True)
+    assert start.started == [0]
 
 
 def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
@@ -426,6 +442,18 @@ def test_runs_of_a_table_train_up_to_the_length_they_are_tested_at():
             assert run.test == Task(cell.length, PROTOCOL.pairs) and run.test in run.tasks
             assert max(task.length for task in run.tasks) == cell.length
             assert run.tokens_a_step == PROTOCOL.tokens_a_step
+
+
+def test_every_learning_rate_comes_once_before_any_again_but_the_smallest_last():
+    for cell in (table1()[0], capacity()[0]):
+        assert [(run.lr, run.seed) for run in cell.runs] == [
+            *((lr, seed) for seed in (0, 1, 2) for lr in (1e-2, 1e-3)), *((1e-4, seed) for seed in (0, 1, 2)),
+        ]  # fmt: skip
+
+
+def test_capacity_begins_and_is_trained_as_the_tables_are():
+    for name in ("schedule", "embedding_std", "matrix_std"):
+        assert {getattr(run, name) for cell in capacity() for run in cell.runs} == {getattr(PROTOCOL, name)}
 
 
 def test_the_shortest_length_comes_first():

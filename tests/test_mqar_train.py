@@ -42,6 +42,24 @@ def losses(result):
     return [point.loss for point in result.curve]
 
 
+@pytest.mark.parametrize("mixer", ("running_tensor", "attention", "gla"))
+def test_matrices_are_drawn_as_wide_as_asked_and_narrower_where_they_write_into_the_stream(mixer):
+    options = {"projection": "linear"} if mixer == "running_tensor" else {}
+    models = []
+    for std in (None, 0.02):
+        torch.manual_seed(0)
+        models.append(Recall(run(mixer=mixer, options=options, d_model=128, layers=2, matrix_std=std)))
+    for (name, plain), (_, drawn) in zip(*(model.state_dict().items() for model in models), strict=True):
+        if name.endswith(("out_proj.weight", "down.weight")):
+            assert drawn.std() == pytest.approx(0.02 / 2, rel=0.05)
+        elif name.endswith(("proj.weight", "projection.weight", "gate.weight", "up.weight")):
+            assert drawn.std() == pytest.approx(0.02, rel=0.05)
+        elif name.endswith("proj.bias"):
+            assert not drawn.any()
+        else:  # embeddings, rates, convolutions, norms
+            assert torch.equal(drawn, plain)
+
+
 def test_a_run_learns_an_easy_task():
     result = last(train(run(steps=250, test_every=25, layers=1, lr=2e-2, stop_at=0.9), CPU))
     assert result.curve[0].accuracy < 0.9 <= result.accuracy  # two pairs: chance is a half at best

@@ -47,6 +47,9 @@ def train(
     d_model: Annotated[int, typer.Option(help="Width.")] = 128,
     layers: Annotated[int, typer.Option(help="Depth.")] = 2,
     embedding_std: Annotated[float, typer.Option(help="Of the embeddings at first.")] = 0.02,
+    matrix_std: Annotated[
+        float | None, typer.Option(help="Of the matrices at first; else as layers draw them.")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(help="Of the matrices.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32 or bfloat16.")] = "auto",
     test_every: Annotated[int, typer.Option(help="Steps.")] = 50,
@@ -92,6 +95,7 @@ def train(
         d_model=d_model,
         layers=layers,
         embedding_std=embedding_std,
+        matrix_std=matrix_std,
         weight_decay=weight_decay,
         dtype=dtype,
         test_every=test_every,
@@ -143,7 +147,7 @@ def sweep(
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
     device: DEVICE = None,
     all_runs: Annotated[bool, typer.Option(help="Go on with a cell that has a run of 99.95%.")] = False,
-    retry: Annotated[bool, typer.Option(help="Run again what failed.")] = False,
+    retry: Annotated[bool, typer.Option(help="Run again what died.")] = False,
 ) -> None:
     """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""
     from runningtensor.mqar import sweep as runner

@@ -20,6 +20,7 @@ class Protocol:
     tokens_a_step: int = 65536
     schedule: str = "cosine"
     embedding_std: float = 0.02
+    matrix_std: float | None = None  # none: as each layer draws its own
     learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
     test_every: int = 200
@@ -35,6 +36,12 @@ class Protocol:
 
     def task(self, length: int, pairs: int) -> Task:
         return Task(length, pairs, random_filler=self.random_filler)
+
+    @property
+    def trials(self) -> list[tuple[int, float]]:
+        """Seeds and learning rates. Each rate once before any again; the smallest, at which little is learnt, last."""
+        every = [(seed, lr) for seed in self.seeds for lr in self.learning_rates]
+        return sorted(every, key=lambda trial: trial[1] == min(self.learning_rates))
 
 
 PROTOCOL = Protocol()
@@ -157,12 +164,14 @@ def capacity() -> list[Cell]:
                     seed=seed,
                     batch=batch,
                     steps=steps,
+                    schedule=PROTOCOL.schedule,
+                    embedding_std=PROTOCOL.embedding_std,
+                    matrix_std=PROTOCOL.matrix_std,
                     test_every=steps // 8,
                     test_count=128,
                     stop_at=GOOD_ENOUGH,
                 )
-                for seed in PROTOCOL.seeds
-                for lr in PROTOCOL.learning_rates
+                for seed, lr in PROTOCOL.trials
             ),
         )
         for length in LENGTHS
@@ -171,7 +180,6 @@ def capacity() -> list[Cell]:
 
 
 def cell(name: str, mixer: str, options: dict[str, object], length: int, protocol: Protocol) -> Cell:
-    """Every learning rate once before any of them again."""
     runs = tuple(
         Run(
             mixer,
@@ -184,12 +192,12 @@ def cell(name: str, mixer: str, options: dict[str, object], length: int, protoco
             tokens_a_step=protocol.tokens_a_step,
             schedule=protocol.schedule,
             embedding_std=protocol.embedding_std,
+            matrix_std=protocol.matrix_std,
             test_every=protocol.test_every,
             test_count=protocol.test_count,
             stop_at=GOOD_ENOUGH,
         )
-        for seed in protocol.seeds
-        for lr in protocol.learning_rates
+        for seed, lr in protocol.trials
     )
     return Cell(name, length, runs)
 

@@ -26,6 +26,8 @@ class Run:
     layers: int = 2
     mlp: int = 3  # width of the SwiGLU, in d_model
     embedding_std: float = 0.02
+    # Of matrices, and divided by √(2·layers) where they write into the residual stream; None: as each layer draws them.
+    matrix_std: float | None = None
     lr: float = 1e-3
     weight_decay: float = 0.0
     clip: float = 1.0

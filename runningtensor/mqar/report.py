@@ -14,7 +14,7 @@ from rich.table import Table
 
 from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
 from runningtensor.mqar.record import Result, Run, identity
-from runningtensor.mqar.sweep import read
+from runningtensor.mqar.sweep import known, read
 
 
 class Published(NamedTuple):
@@ -131,19 +131,17 @@ def report(
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
     console = console or Console()
     cells, path = GRIDS[name](), out / f"{name}.jsonl"
-    results = read(path)
+    results = known(path)
     summaries = summarize(name, cells, results, read(out / "speed.jsonl"))
     if name == "calibration":  # what it might have been is much, and not all of it is worth a run
         summaries = [summary for summary in summaries if summary.runs]
     show(name, summaries, console, markdown)
-    known = {identity(run) for cell in cells for run in cell.runs}
+    planned = {identity(run) for cell in cells for run in cell.runs}
     found = {identity(result.run): result for result in results}  # one that is there twice counts last
-    used = [result for key, result in found.items() if key in known]
+    used = [result for key, result in found.items() if key in planned]
     console.print(escape(origin(used)), highlight=False)
-    if len(used) < len(found):
-        console.print(
-            f"{len(found) - len(used)} results of {escape(str(path))} are of another protocol and are left out."
-        )
+    if others := {identity(result.run) for result in read(path)} - planned:
+        console.print(f"{len(others)} results of {escape(str(path))} are of another protocol and are left out.")
     if used:
         try:
             figure = draw(name, summaries, out / f"{name}.png", origin(used))
@@ -176,7 +174,7 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     console.print(
         "best: micro-F1 in percent over learning rates and seeds, a cell ends at 99.95; "
         "mean ± std: over seeds, at the learning rate of the best; "
-        "ms/step: of runs that had the GPU to themselves (mqar sweep speed)."
+        "ms/step: of training, of runs that had the GPU to themselves (mqar sweep speed); the paper's is of validation."
     )
 
 

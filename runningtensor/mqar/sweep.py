@@ -54,7 +54,7 @@ class Store:
             self.file.close()
             raise ValueError(f"results must be written by one sweep at a time, but another has {path} open") from None
         try:
-            self.found = {identity(result.run): result for result in read(path)}
+            self.found = {identity(result.run): result for result in known(path)}
             self.mend()
         except BaseException:
             self.close()
@@ -108,6 +108,12 @@ def read(path: Path) -> list[Result]:
                     f"{path} must hold a result in each line, but line {number} is none: {error}"
                 ) from error
     return results
+
+
+def known(path: Path) -> list[Result]:
+    """Those of other grids in the folder, and then a grid's own: a run that several have is done once."""
+    others = [path.with_name(f"{name}.jsonl") for name in GRIDS]
+    return [result for file in (*(other for other in others if other != path), path) for result in read(file)]
 
 
 # -- One run in a process ----------------------------------------------------------------------------------------------
@@ -306,7 +312,8 @@ class Plan:
 
     def __init__(self, cells: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool) -> None:
         self.found, self.all_runs = found, all_runs
-        self.tried = {key for key, result in found.items() if not (retry and result.failed)}
+        # One that came as far as a test has failed for good: its loss was no number, and will be none again.
+        self.tried = {key for key, result in found.items() if not (retry and result.failed and not result.curve)}
         self.runs: dict[str, Run] = {}  # by identity: what two cells share is done once
         self.cells: dict[str, list[tuple[str, int]]] = {}  # of a run
         self.members: dict[tuple[str, int], list[str]] = {}  # of a cell
@@ -384,7 +391,7 @@ def run_cells(
     minutes: float | None = None,
     jobs: int = 1,
     all_runs: bool = False,  # a cell goes on after a run that is good enough
-    retry: bool = False,  # runs that failed are run again
+    retry: bool = False,  # runs whose process died are run again
     console: Console | None = None,
 ) -> int:
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf

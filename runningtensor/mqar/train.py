@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, silu
 
 from runningtensor.bench.provenance import provenance
 from runningtensor.layers.baselines import RMSNorm
+from runningtensor.layers.projections import OneLinear
 from runningtensor.mqar import resume
 from runningtensor.mqar.data import Task, validation
 from runningtensor.mqar.mixers import MIXERS
@@ -52,6 +53,16 @@ class Recall(nn.Module):
             Block(make(run.d_model, **run.options), run.d_model, run.mlp * run.d_model) for _ in range(run.layers)
         )
         self.norm = RMSNorm(run.d_model, eps=1e-5)
+        if run.matrix_std is not None:
+            self.draw(run.matrix_std, (2 * run.layers) ** -0.5)
+
+    def draw(self, std: float, writers: float) -> None:
+        """As GPT-2 and zoology do; convolutions, gates and rates stay as they are."""
+        for name, part in self.named_modules():
+            if isinstance(part, nn.Linear | OneLinear):
+                nn.init.normal_(part.weight, std=std * (writers if name.endswith(("out_proj", "down")) else 1.0))
+                if isinstance(part, nn.Linear) and part.bias is not None:
+                    nn.init.zeros_(part.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states, to be multiplied by the embeddings where there is something to predict."""
