@@ -1,6 +1,6 @@
 """What of the Hopper kernels runs without a Hopper GPU: the kernels in plain Triton, and the layout of the features.
 
-`pack_kernel` and `decay_kernel` run in Triton's interpreter, launched as launch.py does. The interpreter has no Gluon;
+`pack_kernel` and `decay_kernel` run in Triton's interpreter, launched as hopper_launch.py does. The interpreter has no Gluon;
 but the functions that say where a feature lies are ordinary Python beneath, and run on torch tensors once shared memory
 and `gl` are replaced by what they mean. Layouts of registers mean nothing there: test_gpu.py is left with those.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper, hopper_gradients, hopper_pack, launch
+from runningtensor.ops.triton import hopper, hopper_gradients, hopper_launch, hopper_pack
+from runningtensor.ops.triton.shape import Shape
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1, which is set where there is no GPU"
@@ -110,11 +111,11 @@ def pack(
     inputs: Inputs, cu_seqlens: Tensor | None, inverse: Tensor | None = None, backward: bool = False
 ) -> dict[str, Tensor]:
     """What `pack_kernel` writes, and of the inverse what it wrote or was given."""
-    shape = launch.Shape.make(inputs, cu_seqlens, 64)
+    shape = Shape.make(inputs, cu_seqlens, 64)
     v = inputs[4]
     if inverse is None and shape.delta:
         inverse = v.new_empty(*v.shape[:3], 64)
-    packed = launch.pack(inputs, shape, inverse, backward)
+    packed = hopper_launch.pack(inputs, shape, inverse, backward)
     names = ("multipliers", "rows", "late", "mixed", "scales", "gamma", "inverse")
     arrays = zip(names, (*packed.arrays, packed.gamma, inverse), strict=True)
     return {name: x for name, x in arrays if x is not None}
@@ -321,7 +322,7 @@ def test_steps_and_tiles_are_the_products_of_keys(on_tensors, width, decay):
 def test_the_gradient_of_the_decay_is_the_sum_over_its_paths(dtype, packed):
     inputs, cu_seqlens = make_inputs(16, packed, dtype=dtype)
     inputs = (*inputs[:-1], inputs[-1] / 16)  # so that something passes through a chunk
-    shape = launch.Shape.make(inputs, cu_seqlens, 64)
+    shape = Shape.make(inputs, cu_seqlens, 64)
     log_decay = inputs[-1]
     generator = torch.Generator().manual_seed(0)
     lines = [torch.randn(log_decay.shape, generator=generator) for _ in range(3)]

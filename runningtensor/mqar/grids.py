@@ -16,11 +16,11 @@ class Protocol:
     short: tuple[tuple[int, int], ...] = ((64, 4), (128, 8), (256, 16), (256, 32), (256, 64))
     doubled_from: int = 512
     random_filler: bool = True
-    steps: int = 8000
+    steps: int = 4000
     tokens_a_step: int = 65536
     schedule: str = "cosine"
     embedding_std: float = 0.02
-    matrix_std: float | None = None  # none: as each layer draws its own
+    matrix_std: float | None = 0.02  # none: as each layer draws its own
     learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
     test_every: int = 200
@@ -91,15 +91,11 @@ CAPACITY: dict[str, Options] = {
 }
 VARIANTS = {  # of the protocol: what calibration chooses from
     "as it stands": PROTOCOL,
-    "half the steps": replace(PROTOCOL, steps=PROTOCOL.steps // 2),
-    "half the batch": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2),
-    "no lengths between": replace(PROTOCOL, doubled_from=10**9),
-    "zeros as filler": replace(PROTOCOL, random_filler=False),
-    "constant rate": replace(PROTOCOL, schedule="constant"),
-    "constant rate, half the steps": replace(PROTOCOL, schedule="constant", steps=PROTOCOL.steps // 2),
-    "constant rate, half the batch": replace(PROTOCOL, schedule="constant", tokens_a_step=PROTOCOL.tokens_a_step // 2),
+    "twice the steps": replace(PROTOCOL, steps=2 * PROTOCOL.steps),
+    "matrices as layers draw them": replace(PROTOCOL, matrix_std=None),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
-    "embeddings of 0.1, half the steps": replace(PROTOCOL, embedding_std=0.1, steps=PROTOCOL.steps // 2),
+    "constant rate": replace(PROTOCOL, schedule="constant"),
+    "zeros as filler": replace(PROTOCOL, random_filler=False),
     "32 pairs": replace(PROTOCOL, pairs=32, short=PROTOCOL.short[:-1]),
     "128 pairs": replace(PROTOCOL, pairs=128),
 }
