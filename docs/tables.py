@@ -269,13 +269,14 @@ def calibration(results: list[Result]) -> Text:
     for run, curve in ((x.run, [100 * point.accuracy for point in x.curve]) for x in results if x.curve):
         paper = report.published("table1", models[run.mixer], run.test.length)
         settings = {"": models[run.mixer], "the paper": paper, **vars(run), **vars(run.test), "tasks": len(run.tasks)}
-        for name in ("mixer", "lr", "test", "also"):  # said otherwise
+        settings["matrix_std"] = run.matrix_std or "as layers draw them"
+        for name in ("mixer", "options", "lr", "test", "also"):  # said otherwise, or of the model
             del settings[name]
         key = tuple((name.replace("_", " "), str(value)) for name, value in settings.items())
         rising = ", rising" if curve[-1] == max(curve) > curve[-2:][0] + 0.5 else ""
         found.setdefault(key, {})[run.lr] = f"{max(curve):.2f}{rising}"
     rates = sorted({lr for cells in found.values() for lr in cells}, reverse=True)
-    shown = [i for i, pairs in enumerate(zip(*found, strict=True)) if i < 2 or len(set(pairs)) > 1]
+    shown = [i for i, pairs in enumerate(zip(*found, strict=True)) if i == 0 or len(set(pairs)) > 1]
     headings = [*(next(iter(found))[i][0] for i in shown), *(scientific(lr, 0) for lr in rates)]
     lines = [
         [*(key[i][1] for i in shown), *(cells.get(lr, "") for lr in rates)] for key, cells in sorted(found.items())
@@ -296,6 +297,7 @@ TABLES: dict[str, tuple[str, type, Callable[[Any], Text]]] = {  # the file, what
     "pretrained": ("pretrain/50m", Pretrained, pretrained),
     "pretrained_short": ("pretrain/50m", Pretrained, pretrained_short),
     "calibration": ("mqar/calibration.jsonl", Result, calibration),
+    "initialisation": ("mqar/initialisation.jsonl", Result, calibration),
     "table1": ("mqar/table1.jsonl", Result, partial(reported, "table1", "Table 1")),
     "table2": ("mqar/table2.jsonl", Result, partial(reported, "table2", "Table 2")),
     "capacity": ("mqar/capacity.jsonl", Result, partial(reported, "capacity", "Recall against the size of the state")),
