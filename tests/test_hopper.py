@@ -1,6 +1,6 @@
 """What of the Hopper kernels runs without a Hopper GPU: the kernels in plain Triton, and the layout of the features.
 
-`pack_kernel` and `decay_kernel` run in Triton's interpreter, launched by hopper_launch.py. The interpreter has no Gluon;
+`pack_kernel` and `decay_kernel` run in Triton's interpreter, launched by hopper_launch.py. There is no Gluon in it;
 but the functions that say where a feature lies are ordinary Python beneath, and run on torch tensors once shared memory
 and `gl` are replaced by what they mean. Layouts of registers mean nothing there: test_gpu.py is left with those.
 """
