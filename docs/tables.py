@@ -234,15 +234,14 @@ def race(rows: list[demo.Row]) -> Text:
     return table(headings, lines), "", rows
 
 
-def planned(name: str) -> list[Result]:
-    """Of a grid, not those of another protocol; what it shares with another grid may be in its file."""
+def planned(name: str, results: list[Result]) -> list[Result]:
     wanted = {identity(run) for cell in grids.GRIDS[name]() for run in cell.runs}
-    return [result for result in sweep.known(RESULTS / f"mqar/{name}.jsonl") if identity(result.run) in wanted]
+    return [result for result in results if identity(result.run) in wanted]  # not those of another protocol or grid
 
 
 def recall(results: list[Result]) -> Text:
     lines: dict[str, list[str]] = {}
-    results = planned("table1")
+    results = planned("table1", results)
     for cell in report.summarize("table1", grids.table1(), results):
         found = "not run" if cell.best is None else f"{cell.best:.1f}"
         lines.setdefault(cell.row, [cell.row]).append(
@@ -254,7 +253,7 @@ def recall(results: list[Result]) -> Text:
 
 def reported(name: str, title: str, results: list[Result]) -> Text:
     """As `runningtensor mqar report` has it, with its figure."""
-    printed, results = io.StringIO(), planned(name)
+    printed, results = io.StringIO(), planned(name, results)
     summaries = report.summarize(name, grids.GRIDS[name](), results, sweep.read(RESULTS / "mqar/speed.jsonl"))
     report.show(name, summaries, Console(file=printed, width=1000, force_terminal=False), markdown=True)
     *lines, legend = filter(None, map(str.strip, printed.getvalue().splitlines()))
@@ -285,29 +284,36 @@ def calibration(results: list[Result]) -> Text:
     return table(headings, lines), more, results
 
 
-TABLES: dict[str, tuple[str, type, Callable[[Any], Text]]] = {  # the file, what its rows are, what is made of them
-    "demo": ("mqar/demo.csv", demo.Row, race),
-    "recall": ("mqar/table1.jsonl", Result, recall),
-    "ops_cpu": ("bench/ops_cpu.csv", provenance.Row, ops_cpu),
-    "ops_gpu": ("bench/ops_gpu.csv", ops_gpu.GpuRow, ops_on_gpu),
-    "errors": ("bench/errors_gpu.csv", errors.Row, largest_errors),
-    "layers": ("bench/layers_gpu.csv", layers_gpu.LayerRow, layers),
-    "decoding": ("bench/layers_gpu.csv", layers_gpu.LayerRow, decoding),
-    "throughput": ("bench/pretrain_gpu.csv", pretrain_gpu.PretrainRow, throughput),
-    "pretrained": ("pretrain/50m", Pretrained, pretrained),
-    "pretrained_short": ("pretrain/50m", Pretrained, pretrained_short),
-    "calibration": ("mqar/calibration.jsonl", Result, calibration),
-    "initialisation": ("mqar/initialisation.jsonl", Result, calibration),
-    "table1": ("mqar/table1.jsonl", Result, partial(reported, "table1", "Table 1")),
-    "table2": ("mqar/table2.jsonl", Result, partial(reported, "table2", "Table 2")),
-    "capacity": ("mqar/capacity.jsonl", Result, partial(reported, "capacity", "Recall against the size of the state")),
+def csv(kind: type) -> Callable[[Path], list[Any]]:
+    return partial(provenance.read, kind=kind)
+
+
+TABLES: dict[str, tuple[str, Callable[[Path], list[Any]], Callable[[Any], Text]]] = {  # file, its reader, what is made
+    "demo": ("mqar/demo.csv", csv(demo.Row), race),
+    "recall": ("mqar/table1.jsonl", sweep.known, recall),
+    "ops_cpu": ("bench/ops_cpu.csv", csv(provenance.Row), ops_cpu),
+    "ops_gpu": ("bench/ops_gpu.csv", csv(ops_gpu.GpuRow), ops_on_gpu),
+    "errors": ("bench/errors_gpu.csv", csv(errors.Row), largest_errors),
+    "layers": ("bench/layers_gpu.csv", csv(layers_gpu.LayerRow), layers),
+    "decoding": ("bench/layers_gpu.csv", csv(layers_gpu.LayerRow), decoding),
+    "throughput": ("bench/pretrain_gpu.csv", csv(pretrain_gpu.PretrainRow), throughput),
+    "pretrained": ("pretrain/50m", Pretrained.read, pretrained),
+    "pretrained_short": ("pretrain/50m", Pretrained.read, pretrained_short),
+    "calibration": ("mqar/calibration.jsonl", sweep.read, calibration),
+    "initialisation": ("mqar/initialisation.jsonl", sweep.read, calibration),
+    "table1": ("mqar/table1.jsonl", sweep.known, partial(reported, "table1", "Table 1")),
+    "table2": ("mqar/table2.jsonl", sweep.known, partial(reported, "table2", "Table 2")),
+    "capacity": (
+        "mqar/capacity.jsonl",
+        sweep.known,
+        partial(reported, "capacity", "Recall against the size of the state"),
+    ),
 }
 
 
 def made(place: re.Match[str]) -> str:
-    file, kind, text = TABLES[place[1]]
+    file, read, text = TABLES[place[1]]
     path = RESULTS / file
-    read = {Result: sweep.read, Pretrained: Pretrained.read}.get(kind, partial(provenance.read, kind=kind))
     rows = read(path) if path.exists() else []
     shown, more, used = text(rows) if rows else ("", "", [])
     last = "\n".join(filter(None, (textwrap.fill(more, 124), used and source(file, used))))

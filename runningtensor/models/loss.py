@@ -61,7 +61,7 @@ def cross_entropies_(logits: Tensor, targets: Tensor) -> Tensor:
         losses = logits.new_empty(len(logits), dtype=wide)
         with on_device(logits):
             loss_kernel[(len(logits),)](
-                logits, targets.contiguous(), losses, V=logits.shape[1], BLOCK=4096, num_warps=8
+                logits, targets.contiguous(), losses, V=logits.shape[1], IGNORE=IGNORE, BLOCK=4096, num_warps=8
             )
         return losses
     ignored = targets == IGNORE

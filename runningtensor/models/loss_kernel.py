@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def loss_kernel(logits, targets, losses, V: tl.constexpr, BLOCK: tl.constexpr):
+def loss_kernel(logits, targets, losses, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
     """A row of `loss.cross_entropies_`. A label that there is not makes the loss a NaN."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -23,4 +23,4 @@ def loss_kernel(logits, targets, losses, V: tl.constexpr, BLOCK: tl.constexpr):
         x = tl.load(logits + start + o, mask=inside, other=float("-inf")).to(tl.float32)
         y = tl.exp(x - most) / total - (start + o == target).to(tl.float32)
         tl.store(logits + start + o, y.to(logits.dtype.element_ty), mask=inside)
-    tl.store(losses + row, tl.where(target == -100, 0.0, most - aim + tl.log(total)))
+    tl.store(losses + row, tl.where(target == IGNORE, 0.0, most - aim + tl.log(total)))
