@@ -6,10 +6,11 @@ were pretrained are drawn anew.
 
 import io
 import json
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from runningtensor.mqar import demo, grids, report, sweep
 from runningtensor.mqar.record import Result, identity
 from runningtensor.plots import plot_evaluation, plot_pretraining
 from runningtensor.pretrain import progress
+from runningtensor.pretrain.recipes import Recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"<!-- (\w+) -->(?:(?!<!--).)*<!-- end -->", re.DOTALL)
+OURS, BESIDE, VARIED = "running-tensor", ("attention", "gated-deltanet"), 800  # steps
 Text = tuple[str, str, Sequence[Any]]  # a table, what is said after it, and the rows it is made from
 
 
@@ -158,8 +161,8 @@ def throughput(rows: list[pretrain_gpu.PretrainRow]) -> Text:
     more = (
         "`runningtensor bench pretrain`: whole steps of `paper_600m` on one GPU, compiled, on random tokens. The last "
         "column is what 10¹¹ tokens take at that speed on this one GPU; on many, divide by their number and add what "
-        "they wait for each other, which was not measured. Gated DeltaNet is ours, on our kernels: "
-        "flash-linear-attention's are faster."
+        "they wait for each other, which was not measured. A ratio is to attention by the same code, with as many "
+        "tokens a step. Gated DeltaNet is ours, on our kernels: flash-linear-attention's are faster."
     )
     return f"## How fast\n\n{table(headings, lines)}", more, rows
 
@@ -181,7 +184,9 @@ class Pretrained:
         return self.lines[-1]["step"]
 
     def loss(self, step: int) -> float:
-        return next(x["validation_loss"] for x in self.lines if x.get("step") == step and "validation_loss" in x)
+        """Of validation, or NaN where it did not come so far."""
+        found = (x["validation_loss"] for x in self.lines if x.get("step") == step and "validation_loss" in x)
+        return next(found, math.nan)
 
     @staticmethod
     def read(folder: Path) -> "list[Pretrained]":
@@ -213,6 +218,25 @@ def pretrained(rows: list[Pretrained]) -> Text:
 def trained(rows: list[Pretrained]) -> list[Pretrained]:
     """Those that were evaluated, the best first."""
     return sorted((row for row in rows if row.evaluated), key=lambda row: row.loss(row.last))
+
+
+def varied(rows: list[Pretrained]) -> list[Pretrained]:
+    """RunningTensor as it is and changed, with two others to see it beside, all as far as the changed ones went."""
+    rows = [row for row in rows if row.name.startswith(OURS) or row.name in BESIDE]
+    rows = [replace(row, lines=[x for x in row.lines if x.get("step", 0) <= VARIED]) for row in rows]
+    return sorted(rows, key=lambda row: row.loss(100), reverse=True)
+
+
+def variants(rows: list[Pretrained]) -> Text:
+    steps, lines = (100, 200, 300, 400, VARIED), []
+    for row in (rows := varied(rows)):
+        recipe = Recipe(**row.lines[0]["recipe"])
+        widths = "/".join(map(str, (*recipe.key_dims, recipe.value_dim)))
+        ours = f"{recipe.heads} of {widths}", recipe.projection, recipe.forget
+        losses = (f"{row.loss(step):.3f}".replace("nan", "") for step in steps)
+        lines.append((recipe.model, *(ours if recipe.model == OURS else [""] * 3), *losses))
+    headings = ("", "heads", "`projection`", "`forget`", *(f"after {step} steps" for step in steps))
+    return table(headings, lines), "", rows
 
 
 def pretrained_short(rows: list[Pretrained]) -> Text:
@@ -298,6 +322,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], list[Any]], Callable[[Any], Text]]
     "decoding": ("bench/layers_gpu.csv", csv(layers_gpu.LayerRow), decoding),
     "throughput": ("bench/pretrain_gpu.csv", csv(pretrain_gpu.PretrainRow), throughput),
     "pretrained": ("pretrain/50m", Pretrained.read, pretrained),
+    "variants": ("pretrain/50m", Pretrained.read, variants),
     "pretrained_short": ("pretrain/50m", Pretrained.read, pretrained_short),
     "calibration": ("mqar/calibration.jsonl", sweep.read, calibration),
     "initialisation": ("mqar/initialisation.jsonl", sweep.read, calibration),
@@ -329,6 +354,8 @@ if __name__ == "__main__":
         if (text := filled(before := page.read_text())) != before:
             page.write_text(text)
             print(f"wrote {page.relative_to(ROOT)}")
-    shown = trained(Pretrained.read(RESULTS / "pretrain/50m"))
+    shown = trained(runs := Pretrained.read(RESULTS / "pretrain/50m"))
     plot_pretraining({row.name: row.lines for row in shown}, RESULTS / "pretrain/50m.png")
+    drawn = [row for row in varied(runs) if row.last == VARIED]
+    plot_pretraining({row.name: row.lines for row in drawn}, RESULTS / "pretrain/50m-variants.png")
     plot_evaluation({row.name: row.evaluated for row in shown}, RESULTS / "pretrain/50m-recall.png")

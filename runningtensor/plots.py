@@ -471,12 +471,13 @@ def plot_pretraining(runs: dict[str, list[dict[str, Any]]], figure: Path) -> Non
             sums.append(sums[-1] + loss)
         means = [(sums[j + 1] - sums[max(0, j + 1 - over)]) / min(j + 1, over) for j in range(len(steps))]
         tokens = [x for x, _ in steps]
-        last = f": {tests[-1][1]:.3f} in the end" if tests else ""
-        ax.plot(
-            tokens, means, color=colour, linewidth=2, label=(model if model == name else f"{model} ({name})") + last
-        )
-        if tests:
-            ax.plot(*zip(*tests, strict=True), "o", color=colour, markersize=6)
+        label = model if model == name else name if name.startswith(model) else f"{model} ({name})"
+        if tests:  # training goes up and down with the text, alike in all: behind
+            ax.plot(tokens, means, color=colour, linewidth=1, alpha=0.3)
+            ended = f"{label}: {tests[-1][1]:.3f} in the end"
+            ax.plot(*zip(*tests, strict=True), "o-", color=colour, linewidth=2, markersize=6, label=ended)
+        else:
+            ax.plot(tokens, means, color=colour, linewidth=2, label=label)
         # The first tenth falls so far that nothing else could be seen beside it.
         later = means[len(means) // 10 :] + [loss for x, loss in tests if x >= tokens[len(tokens) // 10]]
         lowest, highest = min(lowest, *later), max(highest, *later)
@@ -484,7 +485,7 @@ def plot_pretraining(runs: dict[str, list[dict[str, Any]]], figure: Path) -> Non
         ax.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.1 * (highest - lowest))
     ax.xaxis.set_major_formatter(lambda x, _: next((f"{x / n:g}{unit}" for n, unit in UNITS if x >= n), f"{x:g}"))
     ax.set_xlabel("tokens")
-    ax.set_title("Loss: training as lines, validation as points", loc="left", fontweight="bold")
+    ax.set_title("Loss: validation with points, training faint", loc="left", fontweight="bold")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     if ax.has_data():

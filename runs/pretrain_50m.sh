@@ -14,6 +14,12 @@ for model in $models; do
     [ -e "$out-models/$model" ] || runningtensor pretrain export "$out/$model" "$out-models/$model"
     runningtensor evaluate "$out-models/$model" --suite recall --texts "$DATA" --dtype bfloat16 --out "$out/$model/recall"
 done
+vary() { train "running-tensor-$1" --model running-tensor "${@:3}" --set steps="$2"; }
+vary linear 800 --set projection=linear --set mlp=1120
+vary cumulative 800 --set forget=cumulative
+vary linear-cumulative 800 --set projection=linear --set mlp=1120 --set forget=cumulative
+vary 128 400 --set heads=4 --set value_dim=128
+vary 24 300 --set heads=16 --set key_dims=24,24 --set value_dim=48 --set mlp=1536
 for run in "$out"/*/; do  # what docs/tables.py reads
     kept="results/pretrain/50m/$(basename "$run")" && mkdir -p "$kept"
     cp "$run/log.jsonl" "$kept/"

@@ -292,7 +292,7 @@ def test_a_compiled_decoding_step_is_the_same_step_and_is_compiled_once_or_twice
 def test_the_default_is_a_model_of_order_3_with_its_own_cache_only():
     full = RunningTensorConfig()
     assert set(full.layer_types) == {"linear_attention"} and len(full.layer_types) == full.num_hidden_layers
-    assert (full.num_heads, full.key_dims, full.value_dim) == (16, [15, 15], 64)
+    assert (full.num_heads, full.key_dims, full.value_dim) == (8, [15, 15], 128)
 
 
 # -- Mixers of others --------------------------------------------------------------------------------------------------

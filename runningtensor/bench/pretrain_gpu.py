@@ -66,7 +66,7 @@ class PretrainRow(Measured):
 
 
 # Heads, key and value widths; 24 is the paper's, 15 is 16 with the skip slot. The MLP makes the parameters equal.
-SHAPES = ((16, 15, 64), (8, 15, 128), (32, 24, 48))
+SHAPES = ((8, 15, 128), (16, 15, 64), (32, 24, 48))
 MLPS = {SHAPES[2]: 3072}
 LENGTHS = (4096, 16_384)
 CASES = [Case(OURS, length, *shape) for shape in SHAPES for length in LENGTHS]
@@ -220,7 +220,9 @@ def report(path: Path) -> None:
 
 
 def over_attention(rows: list[PretrainRow], row: PretrainRow) -> float:
-    same = [x.tokens_a_second for x in rows if (x.implementation, x.length) == (ATTENTION, row.length)]
+    """At the same length, by the same code: a file may hold rows of several runs."""
+    beside = (ATTENTION, row.length, row.commit)
+    same = [x.tokens_a_second for x in rows if (x.implementation, x.length, x.commit) == beside]
     return row.tokens_a_second / same[0] if same else math.nan
 
 

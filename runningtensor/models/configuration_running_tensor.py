@@ -39,9 +39,9 @@ class RunningTensorConfig(PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 48
     intermediate_size: int = 3232
-    num_heads: int = 16
+    num_heads: int = 8
     key_dims: list[int] | tuple[int, ...] = (15, 15)
-    value_dim: int = 64
+    value_dim: int = 128
     projection: str = "conconlyc"
     delta: bool = True
     query_skip: bool = True

@@ -35,9 +35,9 @@ class Recipe:
     vocab_size: int | None = 32_000  # none: as many as the data's tokenizer has
     hidden_size: int = 1024
     layers: int = 48
-    heads: int = 16  # these six are RunningTensor's; of the others they fix the number of parameters
+    heads: int = 8  # these six are RunningTensor's; of the others they fix the number of parameters
     key_dims: tuple[int, ...] = (15, 15)  # 16 with the slot of the query-skip gates: docs/pretraining.md says why
-    value_dim: int = 64
+    value_dim: int = 128
     mlp: int = 3232
     projection: str = "conconlyc"
     forget: str = "telescoping"
@@ -103,8 +103,8 @@ def paper_600m() -> Recipe:
 def small_50m() -> Recipe:
     """50M parameters, for one GPU."""
     return replace(
-        paper_600m(), hidden_size=512, layers=12, heads=8, mlp=1632, tie_embeddings=True, length=2048, batch=64,
-        sequences=16, validate_every=500, save_every=500,
+        paper_600m(), hidden_size=512, layers=12, heads=8, value_dim=64, mlp=1632, tie_embeddings=True, length=2048,
+        batch=64, sequences=16, validate_every=500, save_every=500,
     )  # fmt: skip
 
 
