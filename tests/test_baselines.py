@@ -547,7 +547,7 @@ def gla_inputs(T: int, strength: float, dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype).requires_grad_() for x in (q, k, v, logsigmoid(strength * g) / 16)]
 
 
-@pytest.mark.parametrize("T", (1, 15, 16, 17, 100))
+@pytest.mark.parametrize("T", (1, 15, 64, 65, 150))
 @pytest.mark.parametrize("strength", (1.0, 1e2, 1e5))  # 1e5: resets among channels that hardly forget
 def test_gla_takes_any_decay_and_length(T, strength):
     def run(f, dtype):
@@ -558,7 +558,7 @@ def test_gla_takes_any_decay_and_length(T, strength):
     want = run(lambda *x: gla(*x, 1.0), torch.float64)
     near(run(gated_linear_attention, torch.float64), want, 1e-12)
     near(run(gated_linear_attention, torch.float32), want, 1e-5, floor=1e-3)
-    near(run(lambda *x: gated_linear_attention(*x, chunk_size=5), torch.float64), want, 1e-12)
+    near(run(lambda *x: gated_linear_attention(*x, chunk_size=8), torch.float64), want, 1e-12)
 
 
 @EVERY

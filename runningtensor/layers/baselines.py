@@ -330,12 +330,12 @@ def gated_linear_attention(
     k: Tensor,  # [B,T,H,K]
     v: Tensor,  # [B,T,H,V]
     log_decay: Tensor,  # [B,T,H,K], not positive; -inf forgets all
-    chunk_size: int = 16,
+    chunk_size: int = 64,  # a power of two
 ) -> Tensor:
     """S_t = diag(exp g_t) S_{t-1} + k_t v_tᵀ, o_t = q_tᵀ S_t, with no scale: chunk by chunk, all chunks at once.
 
     Every exponent is summed over its own span of tokens and none is positive: nothing overflows and nothing cancels,
-    however strong the decay. The price is a few tensors of B·T·H·K·chunk_size numbers.
+    however strong the decay.
     """
     T, dtype = q.shape[1], v.dtype
     chunks = -(-T // chunk_size)
@@ -344,15 +344,34 @@ def gated_linear_attention(
             pad(wide(x), (0, 0, 0, 0, 0, chunks * chunk_size - T)).unflatten(1, (chunks, chunk_size)).transpose(2, 3)
             for x in (q, k, v, log_decay)
         )  # [B,N,H,C,·]
-        after = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril(-1)[..., None]  # i > j
-        spans = torch.where(after, g[..., None, :], 0).cumsum(-3)  # g from after j to i, [B,N,H,i,j,K]
-        passes = spans.masked_fill(after.transpose(0, 1), -torch.inf).exp()
-        scores = (q[..., None, :] * passes * k[..., None, :, :]).sum(-1)
         since_start = g.cumsum(-2)
-        written = (k * passes[..., -1, :, :]).transpose(-1, -2) @ v
+        written = (k * sums_after(g).exp()).transpose(-1, -2) @ v
         before = states_before(written, since_start[..., -1, :, None].exp())
-        out = scores @ v + (q * since_start.exp()) @ before
+        out = decayed_scores(q, k, g) @ v + (q * since_start.exp()) @ before
         return out.transpose(2, 3).flatten(1, 2)[:, :T].to(dtype)
+
+
+def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_{i,c}), j ≤ i [...,C,C].
+
+    Rows are halved, and halved again. Between the second half of some rows and their first half, an exponent is what
+    falls in the one and what falls in the other: a product of matrices for each size of halves.
+    """
+    C = q.shape[-2]
+    half = torch.arange(C, device=q.device)
+    scores = (q * k).sum(-1).diag_embed()
+    for size in (2**n for n in range(C.bit_length() - 1)):
+        halves = g.unflatten(-2, (C // size, size))
+        into, out_of = halves.cumsum(-2).flatten(-3, -2), sums_after(halves).flatten(-3, -2)
+        products = (q * into.exp()) @ (k * out_of.exp()).transpose(-1, -2)
+        scores = scores + products.masked_fill((half[:, None] != half + 1) | (half % 2 == 1), 0)
+        half = half // 2
+    return scores
+
+
+def sums_after(g: Tensor) -> Tensor:
+    """Along the rows, of those after each."""
+    return pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def states_before(written: Tensor, kept: Tensor) -> Tensor:
