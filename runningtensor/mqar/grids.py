@@ -19,7 +19,7 @@ class Protocol:
     steps: int = 4000
     tokens_a_step: int = 65536
     schedule: str = "cosine"
-    embedding_std: float = 0.02
+    embedding_std: float = 0.05
     matrix_std: float | None = 0.02  # none: as each layer draws its own
     learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -93,6 +93,7 @@ VARIANTS = {  # of the protocol: what calibration chooses from
     "as it stands": PROTOCOL,
     "twice the steps": replace(PROTOCOL, steps=2 * PROTOCOL.steps),
     "matrices as layers draw them": replace(PROTOCOL, matrix_std=None),
+    "embeddings of 0.02": replace(PROTOCOL, embedding_std=0.02),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
     "constant rate": replace(PROTOCOL, schedule="constant"),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
