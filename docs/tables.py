@@ -6,7 +6,6 @@ were pretrained are drawn anew.
 
 import io
 import json
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from runningtensor.bench import errors, layers_gpu, ops, ops_gpu, pretrain_gpu, provenance
+from runningtensor.bench.pretrain_gpu import ATTENTION, GATED, OURS
 from runningtensor.mqar import demo, grids, report, sweep
 from runningtensor.mqar.record import Result, identity
 from runningtensor.plots import plot_evaluation, plot_pretraining
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"<!-- (\w+) -->(?:(?!<!--).)*<!-- end -->", re.DOTALL)
-OURS, BESIDE, VARIED = "running-tensor", ("attention", "gated-deltanet"), 800  # steps
+VARIED = 800  # steps of the longest runs of RunningTensor changed
 Text = tuple[str, str, Sequence[Any]]  # a table, what is said after it, and the rows it is made from
 
 
@@ -161,8 +161,8 @@ def throughput(rows: list[pretrain_gpu.PretrainRow]) -> Text:
     more = (
         "`runningtensor bench pretrain`: whole steps of `paper_600m` on one GPU, compiled, on random tokens. The last "
         "column is what 10¹¹ tokens take at that speed on this one GPU; on many, divide by their number and add what "
-        "they wait for each other, which was not measured. A ratio is to attention by the same code, with as many "
-        "tokens a step. Gated DeltaNet is ours, on our kernels: flash-linear-attention's are faster."
+        "they wait for each other, which was not measured. A ratio is to attention by the same code. "
+        "Gated DeltaNet is ours, on our kernels: flash-linear-attention's are faster."
     )
     return f"## How fast\n\n{table(headings, lines)}", more, rows
 
@@ -183,10 +183,10 @@ class Pretrained:
     def last(self) -> int:
         return self.lines[-1]["step"]
 
-    def loss(self, step: int) -> float:
-        """Of validation, or NaN where it did not come so far."""
-        found = (x["validation_loss"] for x in self.lines if x.get("step") == step and "validation_loss" in x)
-        return next(found, math.nan)
+    @property
+    def losses(self) -> dict[int, float]:
+        """Of validation, by step."""
+        return {x["step"]: x["validation_loss"] for x in self.lines if "validation_loss" in x}
 
     @staticmethod
     def read(folder: Path) -> "list[Pretrained]":
@@ -205,7 +205,7 @@ def pretrained(rows: list[Pretrained]) -> Text:
         measures = {name: found["value"] for name, found in row.evaluated[0]["measures"].items()}
         recalled = " / ".join(f"{measures[f'recall/{n}']:.1%} ({measures[f'control/{n}']:.1%})" for n in places[:2])
         perplexities = " / ".join(f"{measures[f'perplexity/{n}']:.1f}" for n in places)
-        lines.append((row.name, *(f"{row.loss(step):.3f}" for step in steps), recalled, perplexities))
+        lines.append((row.name, *(f"{row.losses[step]:.3f}" for step in steps), recalled, perplexities))
     headings = (
         "",
         *(f"after {step:,} steps" for step in steps),
@@ -217,14 +217,14 @@ def pretrained(rows: list[Pretrained]) -> Text:
 
 def trained(rows: list[Pretrained]) -> list[Pretrained]:
     """Those that were evaluated, the best first."""
-    return sorted((row for row in rows if row.evaluated), key=lambda row: row.loss(row.last))
+    return sorted((row for row in rows if row.evaluated), key=lambda row: row.losses[row.last])
 
 
 def varied(rows: list[Pretrained]) -> list[Pretrained]:
     """RunningTensor as it is and changed, with two others to see it beside, all as far as the changed ones went."""
-    rows = [row for row in rows if row.name.startswith(OURS) or row.name in BESIDE]
+    rows = [row for row in rows if row.name.startswith(OURS) or row.name in (ATTENTION, GATED)]
     rows = [replace(row, lines=[x for x in row.lines if x.get("step", 0) <= VARIED]) for row in rows]
-    return sorted(rows, key=lambda row: row.loss(100), reverse=True)
+    return sorted(rows, key=lambda row: row.losses[100], reverse=True)
 
 
 def variants(rows: list[Pretrained]) -> Text:
@@ -233,7 +233,7 @@ def variants(rows: list[Pretrained]) -> Text:
         recipe = Recipe(**row.lines[0]["recipe"])
         widths = "/".join(map(str, (*recipe.key_dims, recipe.value_dim)))
         ours = f"{recipe.heads} of {widths}", recipe.projection, recipe.forget
-        losses = (f"{row.loss(step):.3f}".replace("nan", "") for step in steps)
+        losses = (f"{row.losses[step]:.3f}" if step in row.losses else "" for step in steps)
         lines.append((recipe.model, *(ours if recipe.model == OURS else [""] * 3), *losses))
     headings = ("", "heads", "`projection`", "`forget`", *(f"after {step} steps" for step in steps))
     return table(headings, lines), "", rows
@@ -241,7 +241,7 @@ def variants(rows: list[Pretrained]) -> Text:
 
 def pretrained_short(rows: list[Pretrained]) -> Text:
     rows = trained(rows)
-    lines = [(row.name, f"{row.loss(row.last):.3f}") for row in rows]
+    lines = [(row.name, f"{row.losses[row.last]:.3f}") for row in rows]
     tokens = rows[0].lines[-1]["tokens"]
     headings = ("50M parameters", f"validation loss after {tokens / 1e6:.0f}M tokens of text")
     return table(headings, lines), "", rows

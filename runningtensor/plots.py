@@ -471,7 +471,7 @@ def plot_pretraining(runs: dict[str, list[dict[str, Any]]], figure: Path) -> Non
             sums.append(sums[-1] + loss)
         means = [(sums[j + 1] - sums[max(0, j + 1 - over)]) / min(j + 1, over) for j in range(len(steps))]
         tokens = [x for x, _ in steps]
-        label = model if model == name else name if name.startswith(model) else f"{model} ({name})"
+        label = name if name.startswith(model) else f"{model} ({name})"
         if tests:  # training goes up and down with the text, alike in all: behind
             ax.plot(tokens, means, color=colour, linewidth=1, alpha=0.3)
             ended = f"{label}: {tests[-1][1]:.3f} in the end"

@@ -357,15 +357,15 @@ def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     Rows are halved, and halved again. Between the second half of some rows and their first half, an exponent is what
     falls in the one and what falls in the other: a product of matrices for each size of halves.
     """
-    C = q.shape[-2]
+    C, size = q.shape[-2], 1
     half = torch.arange(C, device=q.device)
     scores = (q * k).sum(-1).diag_embed()
-    for size in (2**n for n in range(C.bit_length() - 1)):
+    while size < C:
         halves = g.unflatten(-2, (C // size, size))
         into, out_of = halves.cumsum(-2).flatten(-3, -2), sums_after(halves).flatten(-3, -2)
         products = (q * into.exp()) @ (k * out_of.exp()).transpose(-1, -2)
         scores = scores + products.masked_fill((half[:, None] != half + 1) | (half % 2 == 1), 0)
-        half = half // 2
+        half, size = half // 2, 2 * size
     return scores
 
 
