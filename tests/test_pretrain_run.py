@@ -388,13 +388,21 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(
     assert losses(out) == losses(whole)
 
 
+# torchrun kills the others when the first ends: none does before all have said why, or a minute has passed.
 RANK_1_IS_FULL = """
-import os
+import atexit, os
 from torch.distributed.checkpoint import FileSystemWriter
 def full(*args):
     raise OSError(28, "No space left on device")
 if os.environ["RANK"] == "1":
     FileSystemWriter.write_data = full
+def together():
+    ended = [Path(sys.argv[2]).with_name(f"rank-{rank}-ended") for rank in range(2)]
+    ended[int(os.environ["RANK"])].touch()
+    late = time.monotonic() + 60
+    while not all(x.exists() for x in ended) and time.monotonic() < late:
+        time.sleep(0.01)
+atexit.register(together)
 """
 
 
