@@ -16,14 +16,14 @@ class Protocol:
     short: tuple[tuple[int, int], ...] = ((64, 4), (128, 8), (256, 16), (256, 32), (256, 64))
     doubled_from: int = 512
     random_filler: bool = True
-    steps: int = 4000
-    tokens_a_step: int = 65536
+    steps: int = 8000
+    tokens_a_step: int = 16384
     schedule: str = "cosine"
-    embedding_std: float = 0.05
-    matrix_std: float | None = 0.02  # none: as each layer draws its own
+    embedding_std: float = 0.02
+    matrix_std: float | None = None  # as each layer draws its own
     learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
-    test_every: int = 200
+    test_every: int = 400
     test_count: int = 512
 
     def tasks(self, length: int) -> tuple[Task, ...]:
@@ -91,10 +91,11 @@ CAPACITY: dict[str, Options] = {
 }
 VARIANTS = {  # of the protocol: what calibration chooses from
     "as it stands": PROTOCOL,
-    "twice the steps": replace(PROTOCOL, steps=2 * PROTOCOL.steps),
-    "matrices as layers draw them": replace(PROTOCOL, matrix_std=None),
-    "embeddings of 0.02": replace(PROTOCOL, embedding_std=0.02),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
+    "matrices of 0.02": replace(PROTOCOL, matrix_std=0.02),
+    "shorter sequences too": replace(PROTOCOL, short=((32, 2), (32, 4), (64, 8), (128, 16), (128, 32), (256, 64))),
+    "twice the steps": replace(PROTOCOL, steps=2 * PROTOCOL.steps),
+    "twice the tokens a step": replace(PROTOCOL, tokens_a_step=2 * PROTOCOL.tokens_a_step),
     "constant rate": replace(PROTOCOL, schedule="constant"),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
     "32 pairs": replace(PROTOCOL, pairs=32, short=PROTOCOL.short[:-1]),

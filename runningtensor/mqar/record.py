@@ -72,9 +72,9 @@ class Run:
         return self.batch if self.tokens_a_step is None else self.tokens_a_step // task.length
 
     def tested_at_once(self, task: Task) -> int:
-        """Sequences: of about as many tokens as there are in training, where a test may be far longer."""
+        """Sequences: of about as many tokens as there are in training, where a test may be far longer, but not few."""
         longest = max(self.tasks, key=lambda task: task.length)
-        return max(1, self.sequences(longest) * longest.length // task.length)
+        return max(1, max(self.sequences(longest) * longest.length, 65536) // task.length)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; the first is 1."""
