@@ -38,9 +38,10 @@ class Run:
     stop_at: float = 1.0  # accuracy, in all tests
     seed: int = 0
     tokens_a_step: int | None = None  # instead of batch: tokens_a_step // length sequences
-    schedule: str = "constant"  # or "cosine", to zero, after a short linear warm-up
+    schedule: str = "constant"  # or "cosine", to zero, after a linear warm-up
     dtype: str = "auto"  # of the matrices: bfloat16 on CUDA, else float32. The optimizer's are float32 always
     also: tuple[Task, ...] = ()  # tested too
+    warm_up: int | None = None  # steps, of a cosine; None: 100, or a tenth of all if that is less
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -80,7 +81,7 @@ class Run:
         """The learning rate of a step; the first is 1."""
         if self.schedule == "constant":
             return self.lr
-        warm_up = min(100, 1 + self.steps // 10)
+        warm_up = self.warm_up or min(100, 1 + self.steps // 10)
         return self.lr * min(1.0, step / warm_up) * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
 
 
