@@ -41,6 +41,8 @@ class Run:
     schedule: str = "constant"  # or "cosine", to zero, after a linear warm-up
     dtype: str = "auto"  # of the matrices: bfloat16 on CUDA, else float32. The optimizer's are float32 always
     also: tuple[Task, ...] = ()  # tested too
+    # What the last norm's weights begin with: tied embeddings as many times larger then give the same logits at first.
+    last_gain: float = 1.0
     warm_up: int | None = None  # steps, of a cosine; None: 100, or a tenth of all if that is less
 
     def __post_init__(self) -> None:

@@ -53,6 +53,7 @@ class Recall(nn.Module):
             Block(make(run.d_model, **run.options), run.d_model, run.mlp * run.d_model) for _ in range(run.layers)
         )
         self.norm = RMSNorm(run.d_model, eps=1e-5)
+        nn.init.constant_(self.norm.weight, run.last_gain)
         if run.matrix_std is not None:
             self.draw(run.matrix_std, (2 * run.layers) ** -0.5)
 
