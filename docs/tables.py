@@ -293,7 +293,7 @@ def calibration(results: list[Result]) -> Text:
         paper = report.published("table1", models[run.mixer], run.test.length)
         settings = {"": models[run.mixer], "the paper": paper, **vars(run), **vars(run.test), "tasks": len(run.tasks)}
         settings["matrix_std"] = run.matrix_std or "as layers draw them"
-        for name in ("mixer", "options", "lr", "test", "also"):  # said otherwise, or of the model
+        for name in ("mixer", "options", "lr", "test", "also", "test_every"):  # said otherwise, or no matter
             del settings[name]
         key = tuple((name.replace("_", " "), str(value)) for name, value in settings.items())
         rising = ", rising" if curve[-1] == max(curve) > curve[-2:][0] + 0.5 else ""

@@ -17,7 +17,7 @@ class Protocol:
     doubled_from: int = 512
     random_filler: bool = True
     steps: int = 8000
-    tokens_a_step: int = 16384
+    tokens_a_step: int = 32768
     schedule: str = "cosine"
     embedding_std: float = 0.02
     matrix_std: float | None = None  # as each layer draws its own
@@ -89,15 +89,15 @@ CAPACITY: dict[str, Options] = {
         for width in widths
     },
 }
-VARIANTS = {  # of the protocol: what calibration chooses from
+VARIANTS = {  # of the protocol: what calibration chose from
     "as it stands": PROTOCOL,
+    "half the steps": replace(PROTOCOL, steps=PROTOCOL.steps // 2),
+    "half the tokens a step": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
     "matrices of 0.02": replace(PROTOCOL, matrix_std=0.02),
-    "shorter sequences too": replace(PROTOCOL, short=((32, 2), (32, 4), (64, 8), (128, 16), (128, 32), (256, 64))),
-    "twice the steps": replace(PROTOCOL, steps=2 * PROTOCOL.steps),
-    "twice the tokens a step": replace(PROTOCOL, tokens_a_step=2 * PROTOCOL.tokens_a_step),
     "constant rate": replace(PROTOCOL, schedule="constant"),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
+    "shorter sequences too": replace(PROTOCOL, short=((32, 2), (32, 4), (64, 8), (128, 16), (128, 32), (256, 64))),
     "32 pairs": replace(PROTOCOL, pairs=32, short=PROTOCOL.short[:-1]),
     "128 pairs": replace(PROTOCOL, pairs=128),
 }
