@@ -122,7 +122,7 @@ def chat(
 def serve(
     model: MODEL,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0: everywhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
+    port: Annotated[int, typer.Option(help="Where to listen; 0: wherever there is room.", min=0, max=65535)] = 8000,
     name: Annotated[str | None, typer.Option(help="What requests call the model; else its folder's name.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="RUNNINGTENSOR_API_KEY", help="Required of every request.")

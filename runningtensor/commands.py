@@ -9,7 +9,24 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+
+def there(device: str | None) -> str | None:
+    """Refuses a device that torch does not know or that this machine does not have."""
+    if device is None:
+        return None
+    import torch
+
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except RuntimeError:
+        kind, index = "", 0
+    if kind == "cpu" or (kind == "cuda" and index < torch.cuda.device_count()):
+        return device
+    has = f"{torch.cuda.device_count()} that torch {torch.__version__} can use"
+    raise typer.BadParameter(f"must be cpu, or cuda or cuda:N on a machine with such GPUs (here are {has}): {device!r}")
+
+
+DEVICE = Annotated[str | None, typer.Option(callback=there, help="cpu or cuda; the GPU if there is one.")]
 
 
 @contextmanager

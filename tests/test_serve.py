@@ -15,11 +15,13 @@ from speakers import SPEAKER, folder, served, tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from runningtensor.cli import app
+from runningtensor.pretrain.tokenizer import mistral
 from runningtensor.serve.conversation import Conversation
 from runningtensor.serve.engine import Engine, Job
-from runningtensor.serve.writing import Sampling, Writer, draw
+from runningtensor.serve.writing import Sampling, Writer, draw, encode_more
 
 # -- Tokens and text ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +71,42 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
     rest = Writer(words, set(), Sampling(max_new_tokens=1), writer.tokens)
     last = words("→")["input_ids"][-1]
     assert rest.write(torch.eye(len(words))[last]) == "→"
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """Mistral's: bytes where there is no piece, and a space before whatever is read."""
+    for package in ("sentencepiece", "mistral_common"):
+        pytest.importorskip(package, reason=f"{package} comes with the extra pretrain")
+    return mistral()
+
+
+@pytest.mark.parametrize("before", ("", "no. ①②③④⑤⑥"))
+@pytest.mark.parametrize("text", ("①②③④⑤⑥", "鬱麤齉龗靐", "ᏣᎳᎩ ᎦᏬᏂ", "⠓⠑⠇⠇⠕ a", "no 😀😀😀😀😀!", "é\n\n ⠓  ⠑"))
+def test_characters_of_bytes_are_shown_however_many_there_are(text, before, pieces):
+    read = pieces(before)["input_ids"]
+    ids = encode_more(pieces, text) if before else pieces(text)["input_ids"]
+    writer = Writer(pieces, set(), Sampling(max_new_tokens=len(ids)), read)
+    shown = [writer.write(torch.nn.functional.one_hot(torch.tensor(i), len(pieces)).float()) for i in ids]
+    assert "".join(shown) == text and max(map(len, shown)) <= 3  # and not all at the end
+
+
+@pytest.mark.parametrize("whole", ("Once upon a time", "a\nUser: more\nAssistant:", "one  two\n\n three ", "x→y ①②"))
+def test_a_text_read_in_parts_is_the_tokens_of_the_whole(whole, pieces):
+    starts = [i for i, c in enumerate(whole) if i and c in " \n" and whole[i - 1] not in " \n"]
+    for words in (pieces, letters()):
+        want = words(whole)["input_ids"]
+        for i in starts:
+            assert words(whole[:i])["input_ids"] + encode_more(words, whole[i:]) == want
+    if " " in whole:
+        assert encode_more(pieces, "a time") != pieces("a time")["input_ids"]  # nobody asked for a space
+
+
+def test_what_a_newline_is_one_token_with_is_read_as_it_is():
+    words = Tokenizer(BPE({"Ċ": 0, "a": 1, "ĊĊ": 2}, [("Ċ", "Ċ")]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False)
+    assert encode_more(fast, "\na") == [0, 1] and encode_more(fast, "a\n\n") == [1, 2]
 
 
 def test_a_stop_sequence_is_never_shown_not_even_its_beginning():
@@ -229,6 +267,26 @@ def test_nobody_else_is_listened_to_unless_it_is_asked_for():
     assert options["host"] == "127.0.0.1" and options["api_key"] is None
 
 
+def test_an_address_that_is_taken_is_said_and_not_announced(tmp_path):
+    pytest.importorskip("uvicorn", reason="a server needs uvicorn, which comes with the extra serve")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, ["serve", str(folder(tmp_path)), "--port", str(port), "--device", "cpu"])
+    assert done.exit_code == 1 and "in use" in done.stderr and "http://" not in done.output
+
+
+@pytest.mark.parametrize("device", ("cuda:99", "foo", ""))
+def test_a_device_that_is_not_there_is_refused(device):
+    for command in (
+        ["serve", "MODEL"],
+        ["chat", "MODEL"],
+        ["generate", "MODEL", "--prompt", "a"],
+        ["evaluate", "MODEL"],
+    ):
+        done = CliRunner().invoke(app, [*command, "--device", device])
+        assert done.exit_code == 2 and "must be cpu" in done.stderr
+
+
 def test_completions_and_chats_say_what_the_model_says(client, likeliest):
     done = client.completions.create(**ONCE)
     assert (done.choices[0].text, done.choices[0].finish_reason) == (likeliest("once"), "length")
@@ -240,7 +298,7 @@ def test_completions_and_chats_say_what_the_model_says(client, likeliest):
     parts = HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}
     newer = {"max_completion_tokens": 12, "max_tokens": None, "n": 1, "user": "me"}
     assert client.chat.completions.create(**parts | newer).choices[0].message.content == likeliest("[hello]:")
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
 
 
 def test_a_stream_brings_the_same_text_in_pieces(client, likeliest):
@@ -321,6 +379,10 @@ def test_requests_that_are_given_up_make_room(client, stream):
         ({"stop": ""}, 400, "stop must be"),
         ({"n": 2}, 400, "n is not offered"),
         ({"logprobs": 3}, 400, "logprobs"),
+        ({"logprobs": 0}, 400, "logprobs"),
+        ({"logprobs": True}, 400, "logprobs is not offered"),
+        ({"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+        ({"model": "\ud800"}, 404, "model must be 'tiny'"),
         ({"colour": "red"}, 400, "colour is not offered"),
     ),
 )

@@ -179,6 +179,13 @@ def test_generate_says_what_is_wrong_in_a_line(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+def test_where_a_state_cannot_be_kept_nothing_is_written(tmp_path):
+    model = folder(tmp_path / "model")
+    for place, says in ((tmp_path / "no" / "s", "is not"), (tmp_path, "is a folder")):
+        said = run("generate", model, "--prompt", "once", "--save-state", place, code=1)
+        assert says in said and "once" not in said
+
+
 def chat(model, *lines):
     said = run("chat", model, "--temperature", 0, "--max-new-tokens", 9, input="\n".join(lines) + "\n")
     return said[said.index("\n> ") + 3 :].split("\n> ")[: len(lines)]
@@ -214,11 +221,17 @@ def test_a_chat_is_kept_in_a_file_and_taken_up_again(tmp_path):
 
 def test_a_chat_says_what_is_wrong_and_goes_on(tmp_path):
     model = folder(tmp_path / "model", template=SPEAKER)
-    wrong = (f"/load {tmp_path}/nowhere", f"/load {model}/config.json", "/load", "/what", f"/save {tmp_path}/state")
+    wrong = {
+        f"/load {tmp_path}/nowhere": "not there",
+        f"/load {model}/config.json": "cut short",
+        "/load": "/reset forgets",
+        "/what": "/reset forgets",
+        f"/save {tmp_path}/state": "read yet",
+        f"/save {tmp_path}/nowhere/state": "is not",
+        f"/save {tmp_path}": "is a folder",
+    }
     *told, reply = chat(model, *wrong, "hello")
-    for line, words in zip(
-        told, ("not there", "cut short", "/reset forgets", "/reset forgets", "read yet"), strict=True
-    ):
+    for line, words in zip(told, wrong.values(), strict=True):
         assert words in line
     assert reply == chat(model, "hello")[0]
 

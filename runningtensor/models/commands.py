@@ -24,9 +24,10 @@ def generate(model: str, prompt: str, max_new_tokens: int, temperature: float, d
     net = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
-        sampling["temperature"] = temperature
+        sampling |= {"temperature": temperature, "top_k": 0}  # of all tokens, as everywhere here
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
-    net.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=TextStreamer(tokenizer))
+    shown = TextStreamer(tokenizer, skip_special_tokens=True)
+    net.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=shown)
 
 
 def export(model: str, folder: Path) -> None:

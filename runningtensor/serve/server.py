@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import socket
 import sys
 import time
 import uuid
@@ -16,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -62,7 +63,7 @@ class Asked(BaseModel):
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: StrictBool | None = None  # no number: of 0, OpenAI gives the tokens' own
 
 
 class CompletionAsked(Asked):
@@ -111,10 +112,15 @@ class Service:
         limit = asked.max_completion_tokens or asked.max_tokens
         return Reply("chat", self, ids, self.sampling(asked, ids, limit, 1024, self.conversation.stop))
 
-    def check(self, asked: Asked) -> None:
-        if asked.model != self.name:
-            message = f"model must be {self.name!r}, which is served here, but was {asked.model!r}"
+    def check_name(self, name: str) -> None:
+        if name != self.name:
+            message = f"model must be {self.name!r}, which is served here, but was {name!r}"
             raise Refused(404, message, "model_not_found")
+
+    def check(self, asked: Asked) -> None:
+        self.check_name(asked.model)
+        if asked.logprobs:
+            raise Refused(400, "logprobs is not offered by this server, but was true")
         for option, value in (asked.model_extra or {}).items():
             if value is not None and option not in WITHOUT_EFFECT and value != NEUTRAL.get(option, object()):
                 raise Refused(400, f"{option} is not offered by this server, but was {value!r}")
@@ -122,6 +128,8 @@ class Service:
     def encode(self, prompt: str, *, begin: bool) -> list[int]:
         if len(prompt) > CHARACTERS_A_TOKEN * self.context:
             raise self.too_long(f"{len(prompt):,} characters")
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise Refused(400, "a prompt must be text, but has half of a surrogate pair, which is no character")
         begins_with = self.tokenizer.bos_token_id
         ids = encode(self.tokenizer, prompt, begin=begin) or ([] if begins_with is None else [begins_with])
         if not ids:
@@ -254,12 +262,16 @@ def build(service: Service, api_key: str | None = None) -> FastAPI:
     async def chat_completions(request: Request, asked: ChatAsked) -> Response:
         return await respond(request, asked, service.chat(asked))
 
-    started = int(time.time())
+    served = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "runningtensor"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": service.name, "object": "model", "created": started, "owned_by": "runningtensor"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [served]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_name(name)
+        return served
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -318,5 +330,9 @@ def serve(
     service = Service(*load(model, device), name, context, batch)
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         print("Others can reach this server, and no --api-key is required of them.", file=sys.stderr)
-    print(f"{name} at http://{host}:{port}/v1", flush=True)
-    uvicorn.run(build(service, api_key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(build(service, api_key), log_level="warning", timeout_graceful_shutdown=5)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listening, contextlib.suppress(KeyboardInterrupt):
+        at = f"[{host}]" if ":" in host else host
+        print(f"{name} at http://{at}:{listening.getsockname()[1]}/v1", flush=True)
+        uvicorn.Server(config).run(sockets=[listening])

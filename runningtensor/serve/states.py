@@ -30,6 +30,7 @@ def save_state(path: str | Path, model: RunningTensorForCausalLM, cache: Running
     pending:  [B,n], the tokens that come next and that it has not read: at least the last one written
     """
     path = Path(path)
+    check_place(path)
     held = tensors(cache)
     if not held:
         raise ValueError("cache must be of a model that has read something, but nothing has been read yet")
@@ -44,8 +45,18 @@ def save_state(path: str | Path, model: RunningTensorForCausalLM, cache: Running
     try:
         save_file({name: tensor.contiguous() for name, tensor in held.items()}, partial, header)
         os.replace(partial, path)
+    except SafetensorError as error:  # which is no OSError, whatever the disk said
+        raise OSError(f"{path} could not be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_place(path: Path) -> None:
+    """That a file can be written there."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} must be a file to save to, but is a folder")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} must be in a folder that is there, but {path.parent} is not")
 
 
 def load_state(path: str | Path, model: RunningTensorForCausalLM) -> tuple[RunningTensorCache, Tensor]:

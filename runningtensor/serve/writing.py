@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from runningtensor.models import RunningTensorCache, RunningTensorConfig, RunningTensorForCausalLM
-from runningtensor.serve.states import load_state, save_state
+from runningtensor.serve.states import check_place, load_state, save_state
 
 PIECE = 2048  # tokens of a prompt that are read at a time: bounds the memory, whatever the prompt
-CONTEXT = 8  # tokens decoded again with a new one: what a token is as text depends on those before it
+CONTEXT = 8  # tokens, at least, decoded again with new ones: what a token is as text depends on those before it
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,22 @@ class Writer:
         self.finish: Literal["stop", "length"] | None = None
         self.ended = ""
         self.held = ""  # may be the beginning of a stop sequence
-        self.window = before[-CONTEXT:]
-        self.decoded = self.decode(self.window).rstrip("\ufffd")  # a character that is yet to be whole
+        # Tokens whose text was not shown yet, and those before them in pieces, each of whole characters: a run of bytes
+        # that begins within a character is broken to its end.
+        whole, self.new = self.split(before)
+        self.context = [whole]
         self.generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def split(self, before: list[int]) -> tuple[list[int], list[int]]:
+        """The last tokens, up to the last that is whole, and those of a character that is yet to be."""
+        for rest, n in product(range(4), (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)):
+            end = max(0, len(before) - rest)
+            if BROKEN not in self.decode(before[:end][-n:]):
+                return before[:end][-n:], before[end:]
+        return before[-1:], []
 
     def write(self, logits: Tensor) -> str:
         """The text that a token more makes sure of; logits: [V], on the CPU."""
@@ -75,7 +87,7 @@ class Writer:
         elif len(self.tokens) >= self.sampling.max_new_tokens:
             self.finish = "length"
         if token not in self.ends:
-            self.window.append(token)
+            self.new.append(token)
         self.held += self.new_text()
         found = [(self.held.find(stop), stop) for stop in self.sampling.stop if stop in self.held]
         keep = 0
@@ -91,13 +103,16 @@ class Writer:
         return text
 
     def new_text(self) -> str:
-        text = self.decode(self.window)
-        if text.endswith("\ufffd") and self.finish is None:
+        before = [token for piece in self.context for token in piece]
+        shown, text = self.decode(before), self.decode(before + self.new)
+        if text.endswith(BROKEN) and self.finish is None:
             return ""  # the rest of a character is to come
-        new = text[len(self.decoded) :]
-        self.window = self.window[-CONTEXT:]
-        self.decoded = self.decode(self.window)
-        return new
+        text = text[len(shown) :] if text.startswith(shown) else self.decode(self.new)
+        self.context.append(self.new)
+        self.new = []
+        while sum(map(len, self.context[1:])) >= CONTEXT:
+            del self.context[0]
+        return text
 
 
 @torch.no_grad()
@@ -126,7 +141,10 @@ class Session:
 
     def add(self, text: str, *, begin: bool = False) -> None:
         """Puts text after what is there; begin: with the special tokens that the tokenizer begins a text with."""
-        self.pending += encode(self.tokenizer, text, begin=begin)
+        if self.tokens:
+            self.pending += encode_more(self.tokenizer, text)
+        else:
+            self.pending += encode(self.tokenizer, text, begin=begin)
 
     def read(self) -> None:
         """Reads what is pending, all but the last token."""
@@ -164,6 +182,14 @@ def encode(tokenizer: Any, text: str, *, begin: bool) -> list[int]:
     return tokenizer(text, add_special_tokens=begin, return_token_type_ids=False)["input_ids"]
 
 
+def encode_more(tokenizer: Any, text: str) -> list[int]:
+    """Of text in the midst of a text: some tokenizers put a space before whatever they are given."""
+    before, both = (encode(tokenizer, x, begin=False) for x in ("\n", f"\n{text}"))
+    if both[: len(before)] == before:
+        return both[len(before) :]
+    return encode(tokenizer, text, begin=False)  # it begins with what a newline is one token with
+
+
 def ends(model: RunningTensorForCausalLM) -> set[int]:
     """The tokens that end a text."""
     found = model.generation_config.eos_token_id
@@ -196,6 +222,8 @@ def generate(
     save_state: Path | None,
 ) -> None:
     """`runningtensor generate` from a state, to a state, or both."""
+    if save_state is not None:
+        check_place(save_state)  # before anything is written that could not be kept
     session = Session(*load(model, device))
     if load_state is not None:
         session.load(load_state)
