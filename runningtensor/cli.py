@@ -198,8 +198,8 @@ def evaluate(
         raise typer.Exit(1) from error
     console.print(table(results))
     figure = out / f"{'-'.join(suite or ['language'])}.png"
-    plot_evaluation(results, figure)
-    console.print(f"→ {figure}", markup=False, highlight=False, soft_wrap=True)
+    if plot_evaluation(results, figure):
+        console.print(f"→ {figure}", markup=False, highlight=False, soft_wrap=True)
 
 
 @bench.command()

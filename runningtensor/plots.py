@@ -362,8 +362,11 @@ EVALUATED = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 MARKERS = "osD^vPX"
 
 
-def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> None:
-    """Of models, by name: accuracies of tasks, needles against length, recall and perplexity against tokens."""
+def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> bool:
+    """Of models, by name: accuracies of tasks, needles against length, recall and perplexity against tokens.
+
+    False: there was nothing of that to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -376,7 +379,7 @@ def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> N
                 point = (x, measure["value"], measure["stderr"] or 0.0)
                 points.setdefault(panel, {}).setdefault(f"{model}\t{kind}", []).append(point)
     if not points:
-        return
+        return False
     panels = [name for name in ("tasks", "needle", "recall", "perplexity") if name in points]
     titles = {
         "tasks": "Tasks (%)",
@@ -426,6 +429,7 @@ def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> N
     shape.suptitle(caption, fontsize="small", color="0.35")
     shape.savefig(figure, dpi=150)
     plt.close(shape)
+    return True
 
 
 def _evaluated(record: dict[str, Any]) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:

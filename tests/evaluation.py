@@ -58,6 +58,10 @@ def save_model(folder: Path, kind: str = "order 3", seed: int = 0, **changes: ob
 ARC = {"id": "1", "question": "Which is hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]}}
 SWAG = {"activity_label": "Cooking", "ctx_a": "A man stands in a kitchen.", "ctx_b": "he", "ctx": "", "label": "1"}
 WINO = {"sentence": "Ann thanked Eve as _ had helped.", "option1": "Ann", "option2": "Eve", "answer": "2"}
+SIQA = {"context": "Ann gave Eve a lift.", "question": "Why?", "answerA": "a", "answerB": "b", "answerC": "c"}
+BOOLQ = {"passage": "A mill is a machine.", "question": "is a mill a machine", "idx": 0, "label": 1}
+BOOK = {"id": "1", "question_stem": "Ice is", "choices": ARC["choices"] | {"text": ["hot", "cold", "old"]}}
+SCIQ = {"distractor1": "a", "distractor2": "b", "distractor3": "c", "correct_answer": "d", "support": "Ice melts."}
 PASSAGE = "The bridge was built by Anna Keller in 1931. It is 400 m long"
 CLOZE = {"doc_id": "1", "text": f"{PASSAGE}. The bridge was built by", "key": "builder", "value": "Anna Keller"}
 ASKED = {
@@ -71,7 +75,12 @@ DATA = {  # of each task: the folder of its data set, the splits, an example, an
     "hellaswag": ("Rowan/hellaswag", "train validation", SWAG | {"endings": ["sings", "cooks"] * 2}, "ctx_a"),
     "piqa": ("baber/piqa", "train validation", {"goal": "Cut", "sol1": "a", "sol2": "b", "label": 0}, "goal"),
     "arc_easy": ("allenai/ai2_arc/ARC-Easy", "train validation test", ARC | {"answerKey": "B"}, "question"),
+    "arc_challenge": ("allenai/ai2_arc/ARC-Challenge", "train validation test", ARC | {"answerKey": "C"}, "question"),
     "winogrande": ("allenai/winogrande/winogrande_xl", "train validation", WINO, "sentence"),
+    "social_iqa": ("lighteval/siqa", "train validation", SIQA | {"label": "2"}, "context"),
+    "boolq": ("aps/super_glue/boolq", "train validation", BOOLQ, "passage"),
+    "openbookqa": ("allenai/openbookqa/main", "train validation test", BOOK | {"answerKey": "B"}, "question_stem"),
+    "sciq": ("allenai/sciq", "train validation test", SCIQ | {"question": "What melts?"}, "support"),
     "wikitext": (
         "EleutherAI/wikitext_document_level/wikitext-2-raw-v1",
         "train validation test",

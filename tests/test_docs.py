@@ -36,7 +36,9 @@ def blocks(*languages: str) -> list:
 
 
 def commands(shell: str) -> list[list[str]]:
-    """The words of each command, lines put together and comments left out."""
+    """The words of each command, lines put together and comments left out; of a console, what follows a $."""
+    if typed := re.findall(r"^\$ (.*)", shell, re.MULTILINE):
+        shell = "\n".join(typed)
     lines = [shlex.split(line, comments=True) for line in shell.replace("\\\n", " ").splitlines()]
     return [words for words in lines if words]
 
@@ -81,19 +83,24 @@ SHORT = {
     ("export",): [],
     ("data", "prepare"): ["--validation", "0.3"],
     ("pretrain", "tiny_cpu"): ["--set", "steps=2", "--set", "validation_sequences=2"],
+    ("pretrain", "small_50m"): ["--set=vocab_size=none", "--set=length=64"]
+    + [f"--set={name}=1" for name in ("steps", "batch", "validation_sequences")],
     ("pretrain", "plot"): [],
     ("pretrain", "export"): [],
     ("mqar", "train"): ["--steps", "1", "--batch", "1", "--test-count", "1", "--device", "cpu"],
     ("mqar", "report"): [],
+    ("mqar", "sweep"): ["--minutes", "0", "--device", "cpu"],
+    ("evaluate",): ["--data", "sets", "--limit", "1", "--device", "cpu"],
 }
 
 
-@pytest.mark.parametrize("shell", blocks("sh", "bash"))
-def test_commands_do_what_they_should(shell, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shell", blocks("sh", "console"))
+def test_commands_do_what_they_should(shell, tmp_path, monkeypatch, free_port):
     """One after another, in a folder with texts, a small tokenizer, and a MODEL unless it is what is made."""
     for package in ("transformers", "datatrove", "matplotlib"):
         pytest.importorskip(package, reason=f"needs {package}, which comes with the extra dev")
-    from speakers import SPEAKER, folder, tokenizer
+    import evaluation
+    from speakers import SPEAKER, folder, served, tokenizer
 
     (tmp_path / "texts").mkdir()
     parts = [part for page in PAGES for part in page.read_text().split("\n\n")]
@@ -103,16 +110,29 @@ def test_commands_do_what_they_should(shell, tmp_path, monkeypatch):
     if "export run MODEL" not in shell:
         folder(tmp_path / "MODEL", template=SPEAKER)
     monkeypatch.chdir(tmp_path)
+    if "--data data" in shell and "data prepare" not in shell:
+        prepare = ["data", "prepare", "texts.jsonl", "data", "--tokenizer", "small", *SHORT["data", "prepare"]]
+        assert CliRunner().invoke(app, prepare).exit_code == 0
     for words in commands(shell):
+        while "=" in words[0]:  # a variable of the environment
+            monkeypatch.setenv(*words.pop(0).split("=", 1))
+        if words[:2] == ["runningtensor", "serve"]:
+            with served(tmp_path / words[2], "--port", free_port, *words[3:]):
+                pass
         if words[0] != "runningtensor":
             continue
         short = next((SHORT[name] for n in (1, 2) if (name := tuple(words[1 : 1 + n])) in SHORT), None)
+        if words[1] == "evaluate":
+            pytest.importorskip("lm_eval", reason="lm-eval comes with the extra evaluate")
+            for model in words[2:4]:
+                evaluation.save_model(tmp_path / model)
+            evaluation.save_data(tmp_path / "sets")
         if short is not None and "HuggingFaceFW/fineweb-edu" not in words:
             done = CliRunner().invoke(app, [*words[1:], *short], input="")
             assert done.exit_code == 0, f"{' '.join(words)}: {done.output} {done.exception}"
 
 
-@pytest.mark.parametrize("shell", blocks("sh", "bash"))
+@pytest.mark.parametrize("shell", blocks("sh", "console"))
 def test_commands_are_there_and_take_what_they_are_given(shell):
     for words in commands(shell):
         if "runningtensor" in words and words[0] in ("runningtensor", "torchrun", "srun", "python"):

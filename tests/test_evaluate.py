@@ -10,6 +10,7 @@ from evaluation import ASKED, CLOZE, DATA, PASSAGE, save_data, save_model, token
 from typer.testing import CliRunner
 
 from runningtensor.cli import app
+from runningtensor.evaluate import run as command
 from runningtensor.evaluate.measures import measure
 from runningtensor.evaluate.suites import SUITES, choose
 from runningtensor.evaluate.tasks.retrieval import contains, prompt
@@ -68,6 +69,12 @@ def test_the_error_of_a_perplexity_is_that_of_drawing_documents_again():
     assert bits.value == pytest.approx(math.log2(value)) and bits.stderr == pytest.approx(error / value / math.log(2))
 
 
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+    for values in ([-800.0], [-800.0, -900.0], [(-8000.0, 10), (-9000.0, 10)]):
+        assert measure("word_perplexity", values).value == math.inf
+    assert measure("bits_per_byte", [(-8000.0, 10)]).value == pytest.approx(800 / math.log(2))
+
+
 # -- Tasks -------------------------------------------------------------------------------------------------------------
 
 
@@ -116,13 +123,69 @@ def test_every_task_runs_on_data_of_its_format_and_agrees_with_the_harness(harne
         assert measures[record["metric"]]["samples"] == 3 and task in done.output
         for name, found in measures.items():
             assert found["value"] == pytest.approx(seen[task][f"{name},none"]), (task, name)
+    assert "language, mean" in done.output and "retrieval, mean" in done.output
     assert (tmp_path / "out" / "language-retrieval.png").is_file()
-    assert "of 12" not in run(model, *options, *names).output  # all is there already
+    assert "of 17" not in run(model, *options, *names).output  # all is there already
     assert "1 of 1: piqa" in run(model, *options, "--task", "piqa", "--limit", 2).output  # fewer is another result
     save_data(tmp_path / "other", "piqa", count=4)
     assert (
         "1 of 1: piqa" in run(model, *options[:4], "--data", tmp_path / "other", *options[6:], "--task", "piqa").output
     )
+
+
+def test_local_data_have_all_tasks_of_language_and_retrieval():
+    assert list(DATA) == [task.name for task in choose(["language", "retrieval"])]
+
+
+def test_some_tasks_of_a_suite_have_no_mean(harness, tmp_path):
+    model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data", "piqa", "winogrande")
+    done = run(model, "--task", "piqa", "--task", "winogrande", "--data", data, "--out", tmp_path / "out")
+    assert done.exit_code == 0 and "winogrande" in done.output and "mean" not in done.output
+
+
+def test_a_perplexity_beyond_all_numbers_costs_no_other_result(harness, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data", "lambada_openai", "wikitext")
+    sure = AutoModelForCausalLM.from_pretrained(model)
+    sure.lm_head.weight.data *= 3000
+    sure.save_pretrained(model)
+    options = ("--task", "lambada_openai", "--task", "wikitext", "--data", data, "--out", tmp_path / "out")
+    done = run(model, *options)
+    assert done.exit_code == 0, done.output
+    for name in "perplexity", "word_perplexity":
+        assert f" {name} " in done.output
+        assert next(line for line in done.output.splitlines() if f" {name} " in line).split()[-1] == "–"
+    (file,) = (tmp_path / "out").glob("model-*.json")
+    lambada, wikitext = (record["measures"] for record in json.loads(file.read_text())["results"])
+    assert lambada["perplexity"]["value"] is None and lambada["acc"]["value"] == 0.0
+    assert wikitext["word_perplexity"]["value"] is None and wikitext["bits_per_byte"]["value"] > 100
+
+
+def test_damaged_results_are_named_before_anything_is_evaluated(harness, tmp_path):
+    models = [save_model(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
+    options = ("--task", "piqa", "--data", save_data(tmp_path / "data", "piqa"), "--out", tmp_path / "out")
+    assert run(models[1], *options).exit_code == 0
+    (file,) = (tmp_path / "out").glob("two-*.json")
+    whole = file.read_text()
+    for damaged in (whole[:200], "{}", "[]", '{"results": [{}]}', '{"results": [1]}'):
+        file.write_text(damaged)
+        done = run(*models, *options)
+        assert done.exit_code == 1 and "1 of 1" not in done.output
+        assert f"{file} must hold results" in done.output and "delete it to evaluate again" in done.output
+    file.write_text(whole)
+    assert run(*models, *options).exit_code == 0
+
+
+@pytest.mark.parametrize("file", ("model.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja"))
+def test_a_model_with_other_weights_or_another_tokenizer_is_another_model(tmp_path, file):
+    (tmp_path / file).write_text("a")
+    (tmp_path / "README.md").write_text("a")
+    before = command.fingerprint(str(tmp_path))
+    (tmp_path / "README.md").write_text("b")
+    assert command.fingerprint(str(tmp_path)) == before
+    (tmp_path / file).write_text("b")
+    assert command.fingerprint(str(tmp_path)) != before
 
 
 def test_an_interrupted_evaluation_goes_on_after_what_was_finished(harness, tmp_path, monkeypatch):
@@ -207,6 +270,69 @@ def test_wrong_options_are_said_in_a_line(harness, tmp_path):
     (tmp_path / "empty").mkdir()
     done = run(tmp_path / "empty", "--out", tmp_path / "out")
     assert done.exit_code == 1 and "empty must be a folder or on the hub, with its tokenizer, but" in done.output
+
+
+def test_a_figure_that_has_nothing_to_show_is_not_announced(tmp_path):
+    save_data(tmp_path / "data", "wikitext")
+    done = run(save_model(tmp_path / "m"), "--data", tmp_path / "data", "--task", "wikitext", "--out", tmp_path / "out")
+    assert done.exit_code == 0 and "perplexity" in done.output
+    assert ".png" not in done.output and not list((tmp_path / "out").glob("*.png"))
+
+
+# -- Likelihoods -------------------------------------------------------------------------------------------------------
+
+
+LONG = "The mill by the river was sold in winter to people from town and others"
+
+
+def likelihood(lm, prompt, answer):
+    from lm_eval.api.instance import Instance
+
+    return lm.loglikelihood([Instance("loglikelihood", {}, (prompt, answer), 0)], disable_tqdm=True)[0][0]
+
+
+@pytest.mark.parametrize("bos", (False, True))
+def test_a_prompt_before_an_answer_loses_its_beginning_and_keeps_its_first_token(harness, tmp_path, monkeypatch, bos):
+    lm = model_of(harness, tmp_path)
+    encode, first = lm.tok_encode, [lm.tokenizer.bos_token_id] * bos
+    monkeypatch.setattr(lm, "tok_encode", lambda text, **_: first + encode(text))
+    shown = []
+    theirs = lm._model_call
+    monkeypatch.setattr(lm, "_model_call", lambda ids: shown.append(ids.tolist()) or theirs(ids))
+    prompt, answer = encode(LONG), encode(" bread and fish")
+    room = 9 - len(answer)
+    lm.show(8)
+    found = likelihood(lm, LONG, " bread and fish")
+    kept = first + prompt[len(prompt) - room + len(first) :]
+    assert shown == [[kept + answer[:-1]]] and len(kept + answer) == 9 and lm.cut == 1
+    with torch.no_grad():
+        logits = lm.model(torch.tensor([kept + answer])).logits[0].log_softmax(-1)
+    want = sum(logits[len(kept) - 1 + i, token].item() for i, token in enumerate(answer))
+    assert found == pytest.approx(want, rel=1e-4)
+    lm.show(len(first + prompt + answer) - 1)
+    likelihood(lm, LONG, " bread and fish")
+    assert shown[1] == [first + prompt + answer[:-1]] and lm.cut == 0  # it just fits
+
+
+def test_an_answer_that_is_longer_than_what_is_shown_is_refused(harness, tmp_path):
+    lm = model_of(harness, tmp_path)
+    answer = len(lm.tok_encode(" bread and fish"))
+    lm.show(answer - 1)
+    with pytest.raises(ValueError, match=f"max_length, .* must be at least {answer}, .* shown {answer - 1}"):
+        likelihood(lm, LONG, " bread and fish")
+    lm.show(answer)
+    assert math.isfinite(likelihood(lm, LONG, " bread and fish")) and lm.cut == 1
+
+
+def test_prompts_that_were_cut_are_counted_and_windows_of_a_long_text_are_not(harness, tmp_path):
+    model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data", "piqa", "wikitext")
+    options = ("--task", "piqa", "--task", "wikitext", "--data", data, "--out", tmp_path / "out")
+    done = run(model, *options, "--max-length", 8)
+    assert "piqa: 6 prompts were too long, and lost their beginning" in done.output  # 3 questions, 2 answers to each
+    assert "wikitext: " not in done.output.replace("2 of 2: ", "")
+    (file,) = (tmp_path / "out").glob("model-*.json")
+    assert [record["cut_prompts"] for record in json.loads(file.read_text())["results"]] == [6, 0]
+    assert "too long" not in run(model, *options).output
 
 
 # -- Generation --------------------------------------------------------------------------------------------------------
@@ -322,3 +448,25 @@ def test_needles_are_looked_for_at_the_lengths_that_are_shown(harness, tmp_path)
     records = json.loads(file.read_text())["results"]
     assert [record["key"]["task"] for record in records] == ["niah_single_1_1024", "niah_multikey_2_1024"]
     assert all(record["cut_prompts"] == 0 for record in records)
+
+
+def test_needles_that_are_all_too_long_are_an_error(harness, tmp_path):
+    pytest.importorskip("wonderwords", reason=NEEDED)
+    options = ("--suite", "needle", "--limit", 2, "--out", tmp_path / "out")
+    done = run(save_model(tmp_path / "model"), *options, "--max-length", 100)
+    assert done.exit_code == 1 and "→" not in done.output
+    assert "max_length must be at least 1024 for niah_single_1_1024, but was 100" in done.output
+    done = run(save_model(tmp_path / "short", max_position_embeddings=512), *options)
+    assert done.exit_code == 1 and "→" not in done.output
+    assert "a model must have 1024 positions or more for niah_single_1_1024, but none has" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_files_that_were_written_are_named(harness, tmp_path):
+    pytest.importorskip("wonderwords", reason=NEEDED)
+    short = save_model(tmp_path / "short", max_position_embeddings=512)
+    options = ("--suite", "needle", "--task", "niah_single_1_1024", "--limit", 1, "--out", tmp_path / "out")
+    done = run(short, save_model(tmp_path / "long"), *options)
+    assert done.exit_code == 0 and f"{short} is shown too little" in done.output
+    named = [line.split("→ ")[1] for line in done.output.splitlines() if "→" in line]
+    assert sorted(named) == sorted(str(path) for path in (tmp_path / "out").iterdir()) and len(named) == 2

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import logging
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,8 @@ class Model(HFLM):
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
         rows = [self.tok_encode(string) for string in strings]
-        for i, row in enumerate(rows):
-            if left_truncate_len and len(row) > left_truncate_len:
-                first = row[: row[0] == self.tokenizer.bos_token_id]
-                rows[i] = first + row[len(row) - left_truncate_len + len(first) :]
-                self.cut += 1
+        if left_truncate_len:
+            rows = [self.last(row, left_truncate_len) for row in rows]
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)
@@ -59,6 +58,33 @@ class Model(HFLM):
             ids[i, width - len(row) :] = torch.tensor(row)
             mask[i, width - len(row) :] = 1
         return ids, mask
+
+    def last(self, prompt: list[int], tokens: int) -> list[int]:
+        """So many tokens of a prompt at most: the last ones, and <s> where it begins with that."""
+        if len(prompt) <= tokens:
+            return prompt
+        self.cut += 1
+        first = prompt[: prompt[0] == self.tokenizer.bos_token_id]
+        return first + prompt[len(prompt) - tokens + len(first) :]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        # The harness would cut <s> too, and count nothing. Windows of a long text come here as well, but fit.
+        fitting = []
+        for text, prompt, answer in requests:
+            if len(answer) > self.max_length:
+                raise ValueError(
+                    f"max_length, and the positions that a model has, must be at least {len(answer)}, the tokens of "
+                    f"an answer, but it is shown {self.max_length}"
+                )
+            # The last token of the answer is not shown.
+            fitting.append((text, self.last(prompt, self.max_length + 1 - len(answer)), answer))
+        answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(fitting, disable_tqdm, override_bs)
+        return answers
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         batch: int = self.batch_size_per_gpu  # type: ignore[has-type]
@@ -80,7 +106,7 @@ def load_tasks(tasks: Sequence[suites.Task], folder: Path | None) -> dict[str, A
     with data.from_folder(folder):
         for task in tasks:
             try:
-                found[task.name] = manager.load([task.name])["tasks"][task.name]
+                found[task.name] = bounded(manager.load([task.name])["tasks"][task.name])
             except data.Missing as error:
                 missing[task.name] = error
             except (KeyError, ValueError, TypeError, IndexError) as error:
@@ -88,6 +114,20 @@ def load_tasks(tasks: Sequence[suites.Task], folder: Path | None) -> dict[str, A
     if missing:
         raise FileNotFoundError(data.explain(missing, folder))
     return found
+
+
+def bounded(task: Any) -> Any:
+    """The task, with infinity where the harness's perplexity would raise an error, and lose the other measures too."""
+
+    def of(aggregate: Callable[[Any], float], items: Any) -> float:
+        try:
+            return aggregate(items)
+        except OverflowError:
+            return math.inf
+
+    aggregates = {name: partial(of, aggregate) for name, aggregate in task.aggregation().items()}
+    task.aggregation = lambda: aggregates
+    return task
 
 
 def load_needle(task: suites.Task, tokenizer: Any, limit: int | None) -> Any:

@@ -26,7 +26,10 @@ def measure(name: str, values: Sequence[Any]) -> Measure:
     error = math.sqrt(rest * n / (n - 1)) / total if n > 1 else None
     slope = 1 / math.log(2) if bits else 1.0
     if perplexity:
-        value = slope = math.exp(value)
+        try:
+            value = slope = math.exp(value)
+        except OverflowError:  # of a model that is very sure and very wrong
+            value = slope = math.inf
     elif bits:
         value *= slope
     return Measure(value, None if error is None else slope * error, n)

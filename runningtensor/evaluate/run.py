@@ -22,10 +22,11 @@ import runningtensor.models  # noqa: F401  known to transformers' Auto classes f
 from runningtensor.bench.provenance import finite, installed, provenance, write_json
 from runningtensor.evaluate import recall
 from runningtensor.evaluate.measures import Measure
-from runningtensor.evaluate.suites import SHOWN, Task, choose, positions
+from runningtensor.evaluate.suites import SHOWN, SUITES, Task, choose, positions
 
 Record = dict[str, Any]
-WEIGHTS = (".safetensors", ".bin", ".json", ".model")  # of a model's folder: all that its answers follow from
+# Of a model's folder: all that its answers follow from. A tokenizer may be vocab.txt and merges.txt.
+WEIGHTS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
 
 def evaluate(
@@ -55,18 +56,23 @@ def evaluate(
             raise ValueError(f"{option} must be at least 1, but was {given}")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, but was {dtype!r}")
+    shortest = min(chosen, key=needs)
+    if max_length is not None and max_length < needs(shortest):
+        raise ValueError(f"max_length must be at least {needs(shortest)} for {shortest.name}, but was {max_length}")
     # All that is missing is found before anything is evaluated.
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subjects = {name: Subject(name, on, dtype, batch) for name in models}
+    for model in subjects.values():
+        finished(model.file(out))
     work = Work(chosen, data, texts, limit, seed)
     results: dict[str, list[Record]] = {}
     for name, model in subjects.items():
-        path = out / f"{Path(name).resolve().name}-{model.fingerprint[:8]}.json"
-        known = json.loads(path.read_text())["results"] if path.is_file() else []
+        path = model.file(out)
+        known = finished(path)
         results[name], too_long = [], []
         for number, task in enumerate(chosen, start=1):
             shown = window(task, model.config, max_length)
-            if shown < (recall.LEAST if task.suite == "recall" else task.length):
+            if shown < needs(task):
                 too_long.append(task.name)
                 continue
             key = {"task": task.name, "limit": limit, "shown": shown, "dtype": dtype} | work.identity(task)
@@ -86,8 +92,11 @@ def evaluate(
                 say(f"recall after {left[0]:,} tokens or more is left out: too few are in the texts, or are shown")
         if too_long:
             say(f"[bold]{escape(name)}[/] is shown too little for {', '.join(too_long)}")
-        say(f"[bold]{escape(name)}[/] → {escape(str(path))}")
+        if results[name]:
+            say(f"[bold]{escape(name)}[/] → {escape(str(path))}")
         model.forget()
+    if models and not any(results.values()):
+        raise ValueError(f"a model must have {needs(shortest)} positions or more for {shortest.name}, but none has")
     return results
 
 
@@ -112,6 +121,10 @@ class Subject:
         from runningtensor.evaluate import harness
 
         return harness.Model(self.net, self.tokenizer, self.batch)
+
+    def file(self, out: Path) -> Path:
+        """Where its results are kept."""
+        return out / f"{Path(self.name).resolve().name}-{self.fingerprint[:8]}.json"
 
     def forget(self) -> None:
         """The next model needs the memory."""
@@ -176,6 +189,26 @@ class Work:
         }
 
 
+def finished(path: Path) -> list[Record]:
+    """The results that a file holds; none where there is no file."""
+    if not path.is_file():
+        return []
+    try:
+        records: list[Record] = json.loads(path.read_text())["results"]
+        if not all(record["key"]["task"] for record in records):
+            raise ValueError("a result is of no task")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} must hold results as evaluate writes them, but is damaged ({error!r}): delete it to evaluate again"
+        ) from error
+    return records
+
+
+def needs(task: Task) -> int:
+    """How many tokens a model must be shown, at least."""
+    return recall.LEAST if task.suite == "recall" else task.length
+
+
 def window(task: Task, config: Any, max_length: int | None) -> int:
     """Tokens that a model is shown: as many as a task needs, or is given, but never more than it has positions for."""
     needed = {"language": SHOWN, "retrieval": SHOWN, "recall": recall.MOST}
@@ -209,7 +242,7 @@ def rows(record: Record) -> list[tuple[str, str, Record]]:
 
 
 def table(results: dict[str, list[Record]]) -> Table:
-    """A row a task, a column a model: percent, or perplexity, ± standard error; means of the accuracies of a suite."""
+    """A row a task, a column a model: percent, or perplexity, ± standard error; means of accuracies of suites."""
     grid = Table("", "", *map(escape, results), box=SIMPLE, pad_edge=False)
     for column in grid.columns[2:]:
         column.justify, column.no_wrap = "right", True
@@ -222,7 +255,9 @@ def table(results: dict[str, list[Record]]) -> Table:
         for (task, metric), found in lines.items():
             grid.add_row(task, metric, *(cell(found.get(name), metric) for name in results))
         accuracies = [found for (_, metric), found in lines.items() if "perplexity" not in metric]
-        if suite in ("language", "retrieval") and len(accuracies) > 1:
+        # A mean of some tasks would be read as that of all.
+        whole = {task.name for task in SUITES[suite]} == {task for task, _ in lines}
+        if suite in ("language", "retrieval") and whole:
             grid.add_row(f"[bold]{suite}, mean", "", *(mean([a.get(name) for a in accuracies]) for name in results))
         grid.add_section()
     return grid
