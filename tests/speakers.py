@@ -60,6 +60,8 @@ def served(path, *options):
                 break
             except OSError:
                 continue
+        else:
+            raise AssertionError(f"{url} never answered")
         yield url
     finally:
         process.terminate()

@@ -177,7 +177,7 @@ def test_damaged_results_are_named_before_anything_is_evaluated(harness, tmp_pat
     assert run(*models, *options).exit_code == 0
 
 
-@pytest.mark.parametrize("file", ("model.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja"))
+@pytest.mark.parametrize("file", ("model.safetensors", "vocab.txt", "merges.txt"))
 def test_a_model_with_other_weights_or_another_tokenizer_is_another_model(tmp_path, file):
     (tmp_path / file).write_text("a")
     (tmp_path / "README.md").write_text("a")
@@ -272,7 +272,7 @@ def test_wrong_options_are_said_in_a_line(harness, tmp_path):
     assert done.exit_code == 1 and "empty must be a folder or on the hub, with its tokenizer, but" in done.output
 
 
-def test_a_figure_that_has_nothing_to_show_is_not_announced(tmp_path):
+def test_a_figure_that_has_nothing_to_show_is_not_announced(harness, tmp_path):
     save_data(tmp_path / "data", "wikitext")
     done = run(save_model(tmp_path / "m"), "--data", tmp_path / "data", "--task", "wikitext", "--out", tmp_path / "out")
     assert done.exit_code == 0 and "perplexity" in done.output

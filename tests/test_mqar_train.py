@@ -42,6 +42,24 @@ def losses(result):
     return [point.loss for point in result.curve]
 
 
+def test_tied_embeddings_may_be_large_at_the_input_and_give_the_logits_of_small_ones():
+    torch.manual_seed(0)
+    small, large = (Recall(run(embedding_std=0.02 * n, last_gain=1 / n)) for n in (1, 5))
+    assert torch.allclose(large.norm.weight, small.norm.weight / 5)
+    large.load_state_dict(small.state_dict() | {"norm.weight": large.norm.weight})
+    large.embedding.weight.data *= 5
+    for model in (small, large):
+        model.blocks = torch.nn.ModuleList()  # at first they write little
+    tokens, places = torch.arange(16)[None], torch.zeros(1, 1, dtype=torch.long)
+    assert torch.allclose(small.logits(tokens, places), large.logits(tokens, places), rtol=0.02, atol=1e-4)
+
+
+def test_few_tokens_a_step_do_not_make_tests_slow_and_a_small_batch_bounds_them():
+    few = run(tasks=(EASY, LONGER), test=LONGER, tokens_a_step=64)
+    assert few.tested_at_once(LONGER) == 65536 // LONGER.length
+    assert run(tasks=(EASY,), test=EASY, batch=3).tested_at_once(EASY) == 3
+
+
 @pytest.mark.parametrize("mixer", ("running_tensor", "attention", "gla"))
 def test_matrices_are_drawn_as_wide_as_asked_and_narrower_where_they_write_into_the_stream(mixer):
     options = {"projection": "linear"} if mixer == "running_tensor" else {}
@@ -167,6 +185,8 @@ def test_the_cosine_rises_shortly_and_falls_to_nothing():
     assert how.rate(1) < 0.05 and how.rate(101) == pytest.approx(2, rel=0.05) and how.rate(1000) < 1e-4
     assert how.rate(501) == pytest.approx(1.0)
     assert {run(lr=2.0).rate(step) for step in (1, 3, 6)} == {2.0}
+    slow = replace(how, warm_up=400)
+    assert slow.rate(100) == pytest.approx(how.rate(100) / 4) and slow.rate(401) == how.rate(401)
 
 
 def test_times_are_of_usual_steps_and_not_of_what_lies_between(monkeypatch):
@@ -255,6 +275,7 @@ def test_the_score_at_a_length_is_the_best_of_that_test():
         ({"tasks": (Task(16, 2, vocab_size=32),)}, "vocab_size must be 16"),
         ({"tokens_a_step": 15}, "tokens_a_step must be at least the longest length, 16, but was 15"),
         ({"steps": 0}, "steps must be at least 1, but was 0"),
+        ({"warm_up": 0}, "warm_up must be at least 1, or None, but was 0"),
     ),
 )
 def test_a_run_that_cannot_be_is_refused(wrong, match):

@@ -2,6 +2,7 @@
 
 import json
 import queue
+import random
 import socket
 import urllib.error
 import urllib.request
@@ -67,10 +68,6 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
     assert pieces == ["a", " ", "", "é", "", "", "→", "", "", "", "𝄞", " ", "b"] and writer.finish == "length"
     pieces, writer = written("a→", limit=3)  # cut off within one: shown as what it is
     assert "".join(pieces) == "a\ufffd"
-    words = letters()
-    rest = Writer(words, set(), Sampling(max_new_tokens=1), writer.tokens)
-    last = words("→")["input_ids"][-1]
-    assert rest.write(torch.eye(len(words))[last]) == "→"
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +97,18 @@ def test_a_text_read_in_parts_is_the_tokens_of_the_whole(whole, pieces):
             assert words(whole[:i])["input_ids"] + encode_more(words, whole[i:]) == want
     if " " in whole:
         assert encode_more(pieces, "a time") != pieces("a time")["input_ids"]  # nobody asked for a space
+
+
+@pytest.mark.parametrize("alphabet", ("①②③④⑤⑥", "鬱麤齉龗靐", "😀😁🤷", "нет да", "हिन्दी ", "a \ufffd①"))
+def test_nothing_of_a_prompt_is_shown_again(alphabet, pieces):
+    dice = random.Random(0)
+    for words in (pieces, letters()):
+        for _ in range(40):
+            prompt = "".join(dice.choices(alphabet, k=dice.randrange(1, 30))) + "!"
+            writer = Writer(words, set(), Sampling(max_new_tokens=99), words(prompt)["input_ids"])
+            new = encode_more(words, " ok, fine")
+            shown = [writer.write(torch.nn.functional.one_hot(torch.tensor(i), len(words)).float()) for i in new]
+            assert "".join(shown) == " ok, fine"
 
 
 def test_what_a_newline_is_one_token_with_is_read_as_it_is():

@@ -25,8 +25,8 @@ from runningtensor.evaluate.measures import Measure
 from runningtensor.evaluate.suites import SHOWN, SUITES, Task, choose, positions
 
 Record = dict[str, Any]
-# Of a model's folder: all that its answers follow from. A tokenizer may be vocab.txt and merges.txt.
-WEIGHTS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
+# Of a model's folder: all that its answers follow from.
+WEIGHTS = (".safetensors", ".bin", ".json", ".model", "vocab.txt", "merges.txt")
 
 
 def evaluate(
@@ -222,7 +222,7 @@ def fingerprint(model: str) -> str:
     if not folder.is_dir():
         return str(AutoConfig.from_pretrained(model)._commit_hash)
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS):
+    for path in sorted(path for path in folder.iterdir() if path.name.endswith(WEIGHTS)):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -8,7 +8,8 @@ import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
 
 from runningtensor.models import RunningTensorConfig
 from runningtensor.models import export as code
@@ -26,8 +27,28 @@ def generate(model: str, prompt: str, max_new_tokens: int, temperature: float, d
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_k": 0}  # of all tokens, as everywhere here
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
-    shown = TextStreamer(tokenizer, skip_special_tokens=True)
-    net.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=shown)
+    net.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=Printer(tokenizer))
+    print()
+
+
+class Printer(BaseStreamer):
+    """Prints text as it is written. transformers' own forgets at each newline that a space may follow it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.shown = tokenizer, ""
+        self.ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.ids += value.flatten().tolist()
+        self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+
+    def show(self, text: str) -> None:
+        if not text.endswith("\ufffd"):  # the rest of a character is to come
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
+
+    def end(self) -> None:
+        self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).rstrip("\ufffd"))
 
 
 def export(model: str, folder: Path) -> None:

@@ -65,6 +65,8 @@ class Run:
         for name in ("d_model", "layers", "batch", "steps", "test_every", "test_count"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but was {getattr(self, name)}")
+        if self.warm_up is not None and self.warm_up < 1:
+            raise ValueError(f"warm_up must be at least 1, or None, but was {self.warm_up}")
 
     @property
     def tests(self) -> tuple[Task, ...]:
@@ -75,15 +77,18 @@ class Run:
         return self.batch if self.tokens_a_step is None else self.tokens_a_step // task.length
 
     def tested_at_once(self, task: Task) -> int:
-        """Sequences: of about as many tokens as there are in training, where a test may be far longer, but not few."""
+        """Sequences: of about as many tokens as there are in training, where a test may be far longer."""
         longest = max(self.tasks, key=lambda task: task.length)
-        return max(1, max(self.sequences(longest) * longest.length, 65536) // task.length)
+        tokens = self.sequences(longest) * longest.length
+        if self.tokens_a_step is not None:
+            tokens = max(tokens, 65536)  # steps of few tokens are a choice about learning, not about memory
+        return max(1, tokens // task.length)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; the first is 1."""
         if self.schedule == "constant":
             return self.lr
-        warm_up = self.warm_up or min(100, 1 + self.steps // 10)
+        warm_up = min(100, 1 + self.steps // 10) if self.warm_up is None else self.warm_up
         return self.lr * min(1.0, step / warm_up) * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
 
 

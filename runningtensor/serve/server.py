@@ -128,8 +128,11 @@ class Service:
     def encode(self, prompt: str, *, begin: bool) -> list[int]:
         if len(prompt) > CHARACTERS_A_TOKEN * self.context:
             raise self.too_long(f"{len(prompt):,} characters")
-        if any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise Refused(400, "a prompt must be text, but has half of a surrogate pair, which is no character")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            message = "a prompt must be text, but has half of a surrogate pair, which is no character"
+            raise Refused(400, message) from error
         begins_with = self.tokenizer.bos_token_id
         ids = encode(self.tokenizer, prompt, begin=begin) or ([] if begins_with is None else [begins_with])
         if not ids:
@@ -265,6 +268,7 @@ def build(service: Service, api_key: str | None = None) -> FastAPI:
     served = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "runningtensor"}
 
     @app.get("/v1/models")
+    @app.get("/v1/models/")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [served]}
 

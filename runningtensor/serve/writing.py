@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,22 +60,15 @@ class Writer:
         self.finish: Literal["stop", "length"] | None = None
         self.ended = ""
         self.held = ""  # may be the beginning of a stop sequence
-        # Tokens whose text was not shown yet, and those before them in pieces, each of whole characters: a run of bytes
-        # that begins within a character is broken to its end.
-        whole, self.new = self.split(before)
-        self.context = [whole]
+        self.new: list[int] = []  # tokens whose text was not shown yet
+        # Those before them, in pieces of whole characters: a run of bytes that begins within one is broken to its end.
+        # A character has four bytes at most, so of four places to begin at, one is between two of them.
+        last = (before[-n:] for n in range(CONTEXT, CONTEXT + 4))
+        self.context = [next((ids for ids in last if BROKEN not in self.decode(ids)), before[-1:])]
         self.generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def split(self, before: list[int]) -> tuple[list[int], list[int]]:
-        """The last tokens, up to the last that is whole, and those of a character that is yet to be."""
-        for rest, n in product(range(4), (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)):
-            end = max(0, len(before) - rest)
-            if BROKEN not in self.decode(before[:end][-n:]):
-                return before[:end][-n:], before[end:]
-        return before[-1:], []
 
     def write(self, logits: Tensor) -> str:
         """The text that a token more makes sure of; logits: [V], on the CPU."""
