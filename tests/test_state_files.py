@@ -236,7 +236,15 @@ def test_a_chat_says_what_is_wrong_and_goes_on(tmp_path):
     assert reply == chat(model, "hello")[0]
 
 
-def test_ctrl_c_ends_a_reply_between_two_tokens(monkeypatch, tmp_path):
+@pytest.fixture
+def listening():
+    """Ctrl-C does what it does in Python, where a shell has told its background to ignore it too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_reply_between_two_tokens(listening, monkeypatch, tmp_path):
     model, words = folder(tmp_path, template=SPEAKER, loaded=True)
     talk = Conversation(words)
     stopped, shorter = Session(model, words), Session(model, words)
