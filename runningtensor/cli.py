@@ -93,14 +93,9 @@ def generate(
     """Continue a prompt, printing the text as it is written."""
     if prompt is None and load_state is None:
         raise typer.BadParameter("--prompt must be given where there is no --load-state")
-    if load_state is None and save_state is None:
-        from runningtensor.models.commands import generate
+    from runningtensor.serve import writing
 
-        generate(model, prompt or "", max_new_tokens, temperature, device)
-    else:
-        from runningtensor.serve import writing
-
-        writing.generate(model, prompt or "", max_new_tokens, temperature, device, load_state, save_state)
+    writing.generate(model, prompt or "", max_new_tokens, temperature, device, load_state, save_state)
 
 
 @app.command()

@@ -363,10 +363,7 @@ MARKERS = "osD^vPX"
 
 
 def plot_evaluation(results: dict[str, list[dict[str, Any]]], figure: Path) -> bool:
-    """Of models, by name: accuracies of tasks, needles against length, recall and perplexity against tokens.
-
-    False: there was nothing of that to draw.
-    """
+    """Accuracies of tasks, needles against length, recall and perplexity against tokens; False: there are none."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 
 from runningtensor.cli import app
 from runningtensor.models import RunningTensorCache
-from runningtensor.models.commands import Printer
-from runningtensor.pretrain.tokenizer import mistral
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
@@ -126,17 +124,6 @@ def test_the_generate_command_prints_the_text(tmp_path):
     options = ("--prompt", prompt, "--device", "cpu", "--max-new-tokens", 5)
     assert want in run("generate", tmp_path, *options)
     assert len(run("generate", tmp_path, *options, "--temperature", 1.5).split()) >= 8
-
-
-def test_what_is_printed_is_the_whole_text_as_it_is(capsys):
-    for package in ("sentencepiece", "mistral_common"):
-        pytest.importorskip(package, reason=f"{package} comes with the extra pretrain")
-    words, text = mistral(), "def f():\n    return 1\n  ①②③ é"
-    printer = Printer(words)
-    for token in words(text)["input_ids"]:
-        printer.put(torch.tensor([token]))
-    printer.end()
-    assert capsys.readouterr().out == text
 
 
 def test_the_inspect_command_needs_the_configuration_only(tmp_path):

@@ -22,7 +22,7 @@ from runningtensor.cli import app
 from runningtensor.pretrain.tokenizer import mistral
 from runningtensor.serve.conversation import Conversation
 from runningtensor.serve.engine import Engine, Job
-from runningtensor.serve.writing import Sampling, Writer, draw, encode_more
+from runningtensor.serve.writing import Printer, Sampling, Writer, draw, encode_more
 
 # -- Tokens and text ---------------------------------------------------------------------------------------------------
 
@@ -56,11 +56,14 @@ def written(text, words=None, ends=(), **options):
     words = words or letters()
     ids = words(text)["input_ids"]
     writer = Writer(words, set(ends), Sampling(max_new_tokens=options.pop("limit", len(ids)), **options), [])
-    pieces = []
-    for token in ids:
-        if writer.finish is None:
-            pieces.append(writer.write(torch.nn.functional.one_hot(torch.tensor(token), len(words)).float()))
-    return pieces, writer
+    return insisted(writer, ids), writer
+
+
+def insisted(writer, ids):
+    """The pieces that it makes of these tokens, up to where it ends."""
+    size = len(writer.tokenizer)
+    logits = (torch.nn.functional.one_hot(torch.tensor(token), size).float() for token in ids)
+    return [writer.write(one) for one in logits if writer.finish is None]
 
 
 def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
@@ -84,7 +87,7 @@ def test_characters_of_bytes_are_shown_however_many_there_are(text, before, piec
     read = pieces(before)["input_ids"]
     ids = encode_more(pieces, text) if before else pieces(text)["input_ids"]
     writer = Writer(pieces, set(), Sampling(max_new_tokens=len(ids)), read)
-    shown = [writer.write(torch.nn.functional.one_hot(torch.tensor(i), len(pieces)).float()) for i in ids]
+    shown = insisted(writer, ids)
     assert "".join(shown) == text and max(map(len, shown)) <= 3  # and not all at the end
 
 
@@ -106,9 +109,16 @@ def test_nothing_of_a_prompt_is_shown_again(alphabet, pieces):
         for _ in range(40):
             prompt = "".join(dice.choices(alphabet, k=dice.randrange(1, 30))) + "!"
             writer = Writer(words, set(), Sampling(max_new_tokens=99), words(prompt)["input_ids"])
-            new = encode_more(words, " ok, fine")
-            shown = [writer.write(torch.nn.functional.one_hot(torch.tensor(i), len(words)).float()) for i in new]
-            assert "".join(shown) == " ok, fine"
+            assert "".join(insisted(writer, encode_more(words, " ok, fine"))) == " ok, fine"
+
+
+def test_what_is_printed_is_the_whole_text_as_it_is(pieces, capsys):
+    text = "def f():\n    return 1\n  ①②③ é"
+    printer = Printer(pieces)
+    for token in pieces(text)["input_ids"]:
+        printer.put(torch.tensor([token]))
+    printer.end()
+    assert capsys.readouterr().out == text
 
 
 def test_what_a_newline_is_one_token_with_is_read_as_it_is():
@@ -286,13 +296,8 @@ def test_an_address_that_is_taken_is_said_and_not_announced(tmp_path):
 
 @pytest.mark.parametrize("device", ("cuda:99", "foo", ""))
 def test_a_device_that_is_not_there_is_refused(device):
-    for command in (
-        ["serve", "MODEL"],
-        ["chat", "MODEL"],
-        ["generate", "MODEL", "--prompt", "a"],
-        ["evaluate", "MODEL"],
-    ):
-        done = CliRunner().invoke(app, [*command, "--device", device])
+    for command in ("serve", "chat", "generate", "evaluate"):
+        done = CliRunner().invoke(app, [command, "MODEL", "--device", device])
         assert done.exit_code == 2 and "must be cpu" in done.stderr
 
 

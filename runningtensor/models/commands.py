@@ -1,15 +1,13 @@
-"""What `runningtensor generate`, `inspect` and `export` do."""
+"""What `runningtensor inspect` and `export` do."""
 
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.streamers import BaseStreamer
 
 from runningtensor.models import RunningTensorConfig
 from runningtensor.models import export as code
@@ -17,38 +15,6 @@ from runningtensor.models.configuration_running_tensor import attention_of
 from runningtensor.models.costs import Block, blocks
 
 CONTEXTS = {"1K": 2**10, "32K": 2**15, "1M": 2**20}
-
-
-def generate(model: str, prompt: str, max_new_tokens: int, temperature: float, device: str | None) -> None:
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    net = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_k": 0}  # of all tokens, as everywhere here
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
-    net.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=Printer(tokenizer))
-    print()
-
-
-class Printer(BaseStreamer):
-    """Prints text as it is written. transformers' own forgets at each newline that a space may follow it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.shown = tokenizer, ""
-        self.ids: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.ids += value.flatten().tolist()
-        self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-
-    def show(self, text: str) -> None:
-        if not text.endswith("\ufffd"):  # the rest of a character is to come
-            print(text[len(self.shown) :], end="", flush=True)
-            self.shown = text
-
-    def end(self) -> None:
-        self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).rstrip("\ufffd"))
 
 
 def export(model: str, folder: Path) -> None:

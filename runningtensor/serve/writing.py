@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
 
 from runningtensor.models import RunningTensorCache, RunningTensorConfig, RunningTensorForCausalLM
 from runningtensor.serve.states import check_place, load_state, save_state
@@ -46,6 +47,36 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
     return int(probabilities.multinomial(1, generator=generator))
 
 
+class Decoder:
+    """The text of tokens as they come; a character that is yet to be whole is kept back.
+
+    new:  tokens whose text was not shown yet; to be added to
+    """
+
+    def __init__(self, tokenizer: Any, before: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.new: list[int] = []
+        # Those before them, in pieces of whole characters: a run of bytes that begins within one is broken to its end.
+        # A character has four bytes at most, so of four places to begin at, one is between two of them.
+        last = (before[-n:] for n in range(CONTEXT, CONTEXT + 4))
+        self.context = [next((ids for ids in last if BROKEN not in self.decode(ids)), before[-1:])]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def text(self, *, ended: bool) -> str:
+        before = [token for piece in self.context for token in piece]
+        shown, text = self.decode(before), self.decode(before + self.new)
+        if text.endswith(BROKEN) and not ended:
+            return ""  # the rest of a character is to come
+        text = text[len(shown) :] if text.startswith(shown) else self.decode(self.new)
+        self.context.append(self.new)
+        self.new = []
+        while sum(map(len, self.context[1:])) >= CONTEXT:
+            del self.context[0]
+        return text
+
+
 class Writer:
     """Draws tokens and turns them into text, until the model, a stop sequence or the length ends it.
 
@@ -60,15 +91,8 @@ class Writer:
         self.finish: Literal["stop", "length"] | None = None
         self.ended = ""
         self.held = ""  # may be the beginning of a stop sequence
-        self.new: list[int] = []  # tokens whose text was not shown yet
-        # Those before them, in pieces of whole characters: a run of bytes that begins within one is broken to its end.
-        # A character has four bytes at most, so of four places to begin at, one is between two of them.
-        last = (before[-n:] for n in range(CONTEXT, CONTEXT + 4))
-        self.context = [next((ids for ids in last if BROKEN not in self.decode(ids)), before[-1:])]
+        self.decoder = Decoder(tokenizer, before)
         self.generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def write(self, logits: Tensor) -> str:
         """The text that a token more makes sure of; logits: [V], on the CPU."""
@@ -79,8 +103,8 @@ class Writer:
         elif len(self.tokens) >= self.sampling.max_new_tokens:
             self.finish = "length"
         if token not in self.ends:
-            self.new.append(token)
-        self.held += self.new_text()
+            self.decoder.new.append(token)
+        self.held += self.decoder.text(ended=self.finish is not None)
         found = [(self.held.find(stop), stop) for stop in self.sampling.stop if stop in self.held]
         keep = 0
         if found:
@@ -92,18 +116,6 @@ class Writer:
             keep = max((len(start) for start in starts if self.held.endswith(start)), default=0)
         sure = len(self.held) - keep
         text, self.held = self.held[:sure], self.held[sure:]
-        return text
-
-    def new_text(self) -> str:
-        before = [token for piece in self.context for token in piece]
-        shown, text = self.decode(before), self.decode(before + self.new)
-        if text.endswith(BROKEN) and self.finish is None:
-            return ""  # the rest of a character is to come
-        text = text[len(shown) :] if text.startswith(shown) else self.decode(self.new)
-        self.context.append(self.new)
-        self.new = []
-        while sum(map(len, self.context[1:])) >= CONTEXT:
-            del self.context[0]
         return text
 
 
@@ -213,7 +225,9 @@ def generate(
     load_state: Path | None,
     save_state: Path | None,
 ) -> None:
-    """`runningtensor generate` from a state, to a state, or both."""
+    """`runningtensor generate`: of our models from a state, to a state, or both; of any without one."""
+    if load_state is None and save_state is None:
+        return generate_any(model, prompt, max_new_tokens, temperature, device)
     if save_state is not None:
         check_place(save_state)  # before anything is written that could not be kept
     session = Session(*load(model, device))
@@ -227,3 +241,30 @@ def generate(
     print()
     if save_state is not None:
         session.save(save_state)
+
+
+def generate_any(model: str, prompt: str, max_new_tokens: int, temperature: float, device: str | None) -> None:
+    """By transformers' own `generate`, which needs no cache."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_k": 0}  # of all tokens, as everywhere here
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+    net.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=Printer(tokenizer))
+    print()
+
+
+class Printer(BaseStreamer):
+    """Prints text as it is written. transformers' own forgets at each newline that a space may follow it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decoder = Decoder(tokenizer, [])
+
+    def put(self, value: Tensor) -> None:
+        self.decoder.new += value.flatten().tolist()
+        print(self.decoder.text(ended=False), end="", flush=True)
+
+    def end(self) -> None:
+        print(self.decoder.text(ended=True), end="", flush=True)
