@@ -407,11 +407,22 @@ def convolve(conv: ShortConvolution, x: Tensor, position: Tensor | None) -> Tens
 def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:  # [B,T,H,K], [T]
     """Rotary positions; channel i turns with channel i + K/2."""
     first, second = wide(x).chunk(2, -1)
-    K = x.shape[-1]
-    frequencies = theta ** (-torch.arange(0, K, 2, device=x.device, dtype=first.dtype) / K)
-    angles = position.to(first.dtype)[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = _turns(position, x.shape[-1], theta, first.dtype).unbind()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+# An op, or torch.compile would have every element of queries and keys compute its own: half of attention's time.
+@torch.library.custom_op("runningtensor::turns", mutates_args=())
+def _turns(position: Tensor, K: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines [2,T,1,K/2]."""
+    frequencies = theta ** (-torch.arange(0, K, 2, device=position.device, dtype=dtype) / K)
+    angles = position.to(dtype)[:, None, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+@_turns.register_fake
+def _(position: Tensor, K: int, theta: float, dtype: torch.dtype) -> Tensor:
+    return position.new_empty(2, len(position), 1, K // 2, dtype=dtype)
 
 
 @torch.no_grad()
