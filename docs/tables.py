@@ -286,25 +286,29 @@ def reported(name: str, title: str, results: list[Result]) -> Text:
 
 
 def calibration(results: list[Result]) -> Text:
-    """A line for runs that differ in the learning rate alone; other settings have a column where they differ."""
-    models = {mixer: name for name, (mixer, options) in grids.TABLE1.items() if not options}
+    """A line for runs that differ in learning rate and seed alone; other settings have a column where they differ."""
+    rows = {(mixer, str(options)): name for name, (mixer, options) in grids.TABLE1.items()}
     found: dict[tuple[tuple[str, str], ...], dict[float, str]] = {}
-    for run, curve in ((x.run, [100 * point.accuracy for point in x.curve]) for x in results if x.curve):
-        paper = report.published("table1", models[run.mixer], run.test.length)
-        settings = {"": models[run.mixer], "the paper": paper, **vars(run), **vars(run.test), "tasks": len(run.tasks)}
+    for x in sorted((x for x in results if x.curve), key=lambda x: x.run.seed):
+        run, curve = x.run, [100 * point.accuracy for point in x.curve]
+        model = rows.get((run.mixer, str(run.options))) or rows[run.mixer, "{}"]  # of a small task, smaller heads
+        paper = report.published("table1", model, run.test.length)
+        settings = {"": model, "the paper": paper or "", **vars(run), **vars(run.test), "tasks": len(run.tasks)}
         settings["matrix_std"] = run.matrix_std or "as layers draw them"
-        for name in ("mixer", "options", "lr", "test", "also", "test_every"):  # said otherwise, or no matter
+        for name in ("mixer", "options", "lr", "seed", "test", "also", "test_every"):  # said otherwise, or no matter
             del settings[name]
         key = tuple((name.replace("_", " "), str(value)) for name, value in settings.items())
         rising = ", rising" if curve[-1] == max(curve) > curve[-2:][0] + 0.5 else ""
-        found.setdefault(key, {})[run.lr] = f"{max(curve):.2f}{rising}"
+        cells = found.setdefault(key, {})
+        cells[run.lr] = (f"{cells[run.lr]}; " if run.lr in cells else "") + f"{max(curve):.2f}{rising}"
     rates = sorted({lr for cells in found.values() for lr in cells}, reverse=True)
     shown = [i for i, pairs in enumerate(zip(*found, strict=True)) if i == 0 or len(set(pairs)) > 1]
     headings = [*(next(iter(found))[i][0] for i in shown), *(scientific(lr, 0) for lr in rates)]
     lines = [
         [*(key[i][1] for i in shown), *(cells.get(lr, "") for lr in rates)] for key, cells in sorted(found.items())
     ]
-    more = "What is no column was the same in all. Rising: by more than half a point in the last test."
+    seeds = "" if len({x.run.seed for x in results}) == 1 else "Several numbers: one for each seed. "
+    more = f"What is no column was the same in all. {seeds}Rising: by more than half a point in the last test."
     return table(headings, lines), more, results
 
 

@@ -452,7 +452,7 @@ def test_every_learning_rate_comes_once_before_any_again_but_the_smallest_last()
 
 
 def test_capacity_begins_and_is_trained_as_the_tables_are():
-    for name in ("schedule", "embedding_std", "matrix_std"):
+    for name in ("schedule", "weight_decay", "embedding_std", "matrix_std"):
         assert {getattr(run, name) for cell in capacity() for run in cell.runs} == {getattr(PROTOCOL, name)}
 
 

@@ -16,14 +16,15 @@ class Protocol:
     short: tuple[tuple[int, int], ...] = ((64, 4), (128, 8), (256, 16), (256, 32), (256, 64))
     doubled_from: int = 512
     random_filler: bool = True
-    steps: int = 8000
-    tokens_a_step: int = 32768
+    steps: int = 16000
+    tokens_a_step: int = 16384
     schedule: str = "cosine"
+    weight_decay: float = 0.1
     embedding_std: float = 0.02
     matrix_std: float | None = None  # as each layer draws its own
     learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
-    test_every: int = 400
+    test_every: int = 800
     test_count: int = 512
 
     def tasks(self, length: int) -> tuple[Task, ...]:
@@ -94,6 +95,7 @@ VARIANTS = {  # of the protocol, one change each: to see what it depends on
     "half the steps": replace(PROTOCOL, steps=PROTOCOL.steps // 2),
     "half the tokens a step": replace(PROTOCOL, tokens_a_step=PROTOCOL.tokens_a_step // 2),
     "embeddings of 0.1": replace(PROTOCOL, embedding_std=0.1),
+    "no weight decay": replace(PROTOCOL, weight_decay=0.0),
     "matrices of 0.02": replace(PROTOCOL, matrix_std=0.02),
     "constant rate": replace(PROTOCOL, schedule="constant"),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
@@ -161,6 +163,7 @@ def capacity() -> list[Cell]:
                     batch=batch,
                     steps=steps,
                     schedule=PROTOCOL.schedule,
+                    weight_decay=PROTOCOL.weight_decay,
                     embedding_std=PROTOCOL.embedding_std,
                     matrix_std=PROTOCOL.matrix_std,
                     test_every=steps // 8,
@@ -187,6 +190,7 @@ def cell(name: str, mixer: str, options: dict[str, object], length: int, protoco
             steps=protocol.steps,
             tokens_a_step=protocol.tokens_a_step,
             schedule=protocol.schedule,
+            weight_decay=protocol.weight_decay,
             embedding_std=protocol.embedding_std,
             matrix_std=protocol.matrix_std,
             test_every=protocol.test_every,
