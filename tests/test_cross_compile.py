@@ -25,7 +25,10 @@ LAUNCHES = {
     (16, 16, 64): ((80, True, True, False), (4, False, False, True)),
     (24, 24, 48): ((80, True, False, True), (4, False, False, False)),
     (128, 1, 128): ((80, True, True, True), (4, False, False, False)),
+    (24, 1, 48): ((80, True, True, False), (4, True, False, True)),
+    (256, 1, 256): ((80, True, True, False), (4, False, True, False)),
 }
+MATRICES = ((24, 1, 48), (256, 1, 256))  # by kernels of their own
 # The layer of the paper, by (d_model, heads): tokens, packed.
 LAYERS = {(128, 4): ((1024, True),), (1024, 32): ((4096, False),)}
 # Bytes a thread may spill to local memory: what was measured, and a little more. A guard, not a goal: run this
@@ -41,6 +44,8 @@ SPILLS: dict[tuple[int, ...], dict[str, int]] = {
     },
     (16, 16, 64): {"hopper_pack.pack_kernel": 240},
     (24, 24, 48): {"hopper_pack.pack_kernel": 100},
+    (256, 1, 256): {"matrix.gradients_kernel": 500},
+    (24, 1, 48): {"matrix.gradients_kernel": 160},
     (128, 1, 128): {"forward.local_kernel": 1200, "backward.reverse_kernel": 160, "backward.gradients_kernel": 3400},
 }
 
@@ -73,6 +78,7 @@ def launch_op(
 
     from runningtensor.ops.triton import launch
 
+    launch.MATRIX_KERNELS = tuple(shape) in MATRICES
     T, (K, R, V) = 256, shape
     q, k, u, r, v = (fake(B, T, H, width) for width in (K, K, R, R, V))
     inputs = (q, k, u, r, v, fake(B, T, H) if delta else None, fake(B, T, H) if decay else None)

@@ -225,13 +225,13 @@ def available_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def two_modes(modes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Order 2 gains a mode of width 1; from order 4 on all modes but the last become one: k' = k_1 ⊗ k_2 ⊗ …"""
+    """All modes but the last become one: k' = k_1 ⊗ k_2 ⊗ … So does a last of width 1, and one of ones follows instead,
+    as in order 2."""
     first, *rest = modes
-    if not rest:
-        return first, first.new_ones(*first.shape[:-1], 1)
-    for mode in rest[:-1]:
+    last = rest.pop() if rest and rest[-1].shape[-1] != 1 else None
+    for mode in rest:
         first = chunk.kron(first.to(state_dtype(first)), mode)  # a product of two bfloat16 is not one
-    return first, rest[-1]
+    return first, first.new_ones(*first.shape[:-1], 1) if last is None else last
 
 
 def _recurrent(

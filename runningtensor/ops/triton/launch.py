@@ -3,13 +3,15 @@
 No autotuning: a table chooses the block sizes.
 """
 
+import os
+
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper_launch
+from runningtensor.ops.triton import hopper_launch, matrix_launch
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.hopper_launch import on_hopper
@@ -18,6 +20,8 @@ from runningtensor.ops.triton.step import step_kernel
 
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 INTERPRETED = isinstance(scan_kernel, InterpretedFunction)
+# Kernels for matrix states are right in the interpreter and have yet to be seen on a GPU: there only where asked for.
+MATRIX_KERNELS = INTERPRETED or (os.environ.get("RUNNINGTENSOR_MATRIX_KERNELS") == "1" and VERSION >= (3, 7, 1))
 
 
 def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -49,15 +53,24 @@ def forward(
         packed = hopper_launch.pack(inputs, x, inverse)
         hopper_launch.scan(packed, inputs, x, initial_state, inverse, final=state, out=out)
         return out, state, inverse
+    if on_matrix(x.K, x.R, x.C, v):
+        return matrix_launch.forward(inputs, initial_state, x, keep)
     inverse = invert(inputs, x) if x.delta else None
     state = start_state(initial_state, x, v)
     scan(inputs, x, state, inverse, out=out)
     return out, state if keep else None, inverse
 
 
+def on_matrix(K: int, R: int, chunk: int, v: Tensor) -> bool:
+    """Whether the kernels for matrix states take this. Order 2 has a mode of width 1, and it alone: of ones."""
+    half = INTERPRETED or v.dtype != torch.float32
+    return MATRIX_KERNELS and R == 1 and K <= matrix_launch.WIDEST and chunk == 64 and half
+
+
 def inverse_dtype(K: int, R: int, chunk: int, v: Tensor) -> torch.dtype:
-    """hopper_pack.py multiplies P by the inverse before it rounds; the general kernels need all of its digits."""
-    return v.dtype if on_hopper(K, R, chunk, v) else torch.float32
+    """Where P is multiplied by the inverse before it is rounded, that may be; else all of its digits are needed."""
+    rounded = on_hopper(K, R, chunk, v) or on_matrix(K, R, chunk, v)
+    return v.dtype if rounded else torch.float32
 
 
 def invert(inputs: Inputs, x: Shape) -> Tensor:
@@ -135,6 +148,9 @@ def backward(
         gradients = [dq, dk, du, dr, dv, dbeta, dlog]
         dstate = hopper_launch.backward(dout, dfinal, inputs, initial_state, inverse, x, gradients)
         return dq.to(given[0]), dk.to(given[1]), du, dr, dv, dbeta, dlog, dstate
+    if on_matrix(x.K, x.R, x.C, v):
+        dstate = matrix_launch.backward(dout, dfinal, inputs, initial_state, inverse, x, [dq, dk, dv, dbeta, dlog])
+        return dq.to(given[0]), dk.to(given[1]), du.zero_(), dr.zero_(), dv, dbeta, dlog, dstate
     states = v.new_empty(x.chunks, x.H, x.K * x.R, x.V)
     dstates = torch.empty_like(states)
     recalled, writes, solved = (torch.empty_like(v) for _ in range(3))

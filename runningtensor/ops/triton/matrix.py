@@ -1,0 +1,378 @@
+"""Kernels for matrix states: order 2, where κ is k and φ is q, in half precision and chunks of 64.
+
+The forms of forward.py and backward.py, with what a matrix state allows: it stays in registers from the first chunk to
+the last, and the inverse is used as on Hopper (hopper_pack.py), [X; PX] = [M; PM] E and Y = Mᵀ κdS' + (PM)ᵀ dO, where M
+is rounded as the values are. `prepare_kernel` makes M and PM for all chunks; the scans read them.
+"""
+
+import triton
+import triton.language as tl
+
+from runningtensor.ops.triton.backward import log_gradient, row_sums
+from runningtensor.ops.triton.forward import (
+    decays,
+    dot,
+    double,
+    invert,
+    key_products,
+    load_rows,
+    locate,
+    sequence,
+    within,
+)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def prepare_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    inverse,  # DELTA: M [·,H,64], written if SOLVE, else read
+    mixed,  # PM, or P without the delta rule [M,H,64,64]
+    cu_seqlens,
+    chunk_starts,
+    T,
+    N,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    SOLVE: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    m, h = tl.program_id(0), tl.program_id(1)
+    start, end, exists = locate(cu_seqlens, chunk_starts, m, T, N, 64, PACKED)
+    if not exists:
+        return
+    dt = k.dtype.element_ty
+    i = tl.arange(0, 64)
+    inside = start + i < end
+    row = i * H
+    first = start * H + h
+    q, k = q + first * K, k + first * K
+    d, _, _, _ = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
+    G = within(tl.full([64, 64], 1.0, tl.float32), d, i, False, False, DECAY)
+    P = G * key_products(q, k, row, inside, K, 64, BK, PREC)
+    if DELTA:
+        saved = first * 64 + row[:, None] * 64 + i[None, :]
+        if SOLVE:
+            L = tl.where(i[:, None] > i[None, :], G * key_products(k, k, row, inside, K, 64, BK, PREC), 0.0)
+            L *= tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+            M = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+            M -= tl.where((i // 2)[:, None] == (i // 2)[None, :], L, 0.0)
+            M = double(L, M, i, 2, DOUBLE)
+            M = double(L, M, i, 4, DOUBLE)
+            M = double(L, M, i, 8, DOUBLE)
+            M = double(L, M, i, 16, DOUBLE)
+            M = double(L, M, i, 32, DOUBLE)
+            if DOUBLE == "fp16":  # noqa: SIM102
+                if tl.sum((tl.abs(M) < 32768.0).to(tl.int32)) < 4096:  # or NaN: not a case for float16
+                    M = invert(L, 64, "tf32")
+            M = M.to(dt)
+            tl.store(inverse + saved, M, mask=inside[:, None])
+        else:
+            M = tl.load(inverse + saved, mask=inside[:, None], other=0.0)
+        P = dot(P.to(dt), M, PREC)
+    at = (m.to(tl.int64) * H + h) * 4096 + i[:, None] * 64 + i[None, :]
+    tl.store(mixed + at, P.to(dt))
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_kernel(
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    inverse,
+    mixed,
+    initial,  # INITIAL: [N,H,K,V] float32
+    final,  # FINAL: the same
+    out,
+    states,  # SAVE: [M,H,K,V], the state before each chunk
+    recalled,  # SAVE, DELTA: κS [·,H,V]
+    writes,  # SAVE, DELTA: X [·,H,V]
+    cu_seqlens,
+    chunk_starts,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
+    OUT: tl.constexpr,
+    SAVE: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """One program a sequence, head and BV value columns. OUT: write outputs. SAVE: write what the backward needs."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, 64, PACKED)
+    dt = v.dtype.element_ty
+    i = tl.arange(0, 64)
+    w = tl.arange(0, KP)
+    ov = tl.program_id(1) * BV + tl.arange(0, BV)
+    cell = w[:, None] * V + ov[None, :]
+    is_cell = (w < K)[:, None] & (ov < V)[None, :]
+    S = tl.zeros([KP, BV], tl.float32)
+    if INITIAL:
+        S = tl.load(initial + tl.program_id(0).to(tl.int64) * (K * V) + cell, mask=is_cell, other=0.0)
+    row = i * H
+    square = i[:, None] * 64 + i[None, :]
+    for t0 in range(start, end, 64):
+        inside = t0 + i < end
+        at = row[:, None] * V + ov[None, :]
+        mask = inside[:, None] & (ov < V)[None, :]
+        first = t0 * H + h
+        bk = load_rows(k + first * K, row, inside, K, KP)
+        X = tl.load(v + first * V + at, mask=mask, other=0.0)
+        _, before, after, total = decays(log_decay, first, row, i, end - t0, H, 64, DECAY)
+        Sd = S.to(dt)
+        if SAVE:
+            tl.store(states + (chunk.to(tl.int64) * H + h) * (K * V) + cell, Sd, mask=is_cell)
+        E = X
+        if DELTA:
+            recall = dot(bk, Sd, PREC) * before[:, None]
+            b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
+            E = ((X - recall) * b[:, None]).to(dt)
+            M = tl.load(inverse + first * 64 + row[:, None] * 64 + i[None, :], mask=inside[:, None], other=0.0)
+            Z = dot(M, E, PREC)
+            X = Z.to(dt)
+            if SAVE:
+                tl.store(recalled + first * V + at, recall.to(dt), mask=mask)
+                tl.store(writes + first * V + at, X, mask=mask)
+        if OUT:
+            bq = load_rows(q + first * K, row, inside, K, KP)
+            PM = tl.load(mixed + (chunk.to(tl.int64) * H + h) * 4096 + square)
+            O = dot(PM, E, PREC, dot(bq, Sd, PREC) * before[:, None])
+            tl.store(out + first * V + at, O.to(dt), mask=mask)
+        if DECAY:
+            X = (X * after[:, None]).to(dt)
+            S *= total
+        S = dot(tl.trans(bk), X, PREC, S)
+        chunk += 1
+    if FINAL:
+        tl.store(final + tl.program_id(0).to(tl.int64) * (K * V) + cell, S, mask=is_cell)
+
+
+@triton.jit(do_not_specialize=["T"])
+def reverse_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    inverse,
+    mixed,
+    dout,
+    dfinal,  # FINAL: the gradient of the final state [N,H,K,V] float32
+    dinitial,  # INITIAL: that of the initial state
+    dstates,  # [M,H,K,V], the gradient of the state after each chunk
+    solved,  # DELTA: Y [·,H,V]
+    dv,
+    cu_seqlens,
+    chunk_starts,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, 64, PACKED)
+    dt = dout.dtype.element_ty
+    i = tl.arange(0, 64)
+    w = tl.arange(0, KP)
+    ov = tl.program_id(1) * BV + tl.arange(0, BV)
+    cell = w[:, None] * V + ov[None, :]
+    is_cell = (w < K)[:, None] & (ov < V)[None, :]
+    dS = tl.zeros([KP, BV], tl.float32)
+    if FINAL:
+        dS = tl.load(dfinal + tl.program_id(0).to(tl.int64) * (K * V) + cell, mask=is_cell, other=0.0)
+    row = i * H
+    square = i[:, None] * 64 + i[None, :]
+    steps = (end - start + 63) // 64
+    for step in range(0, steps):
+        at_chunk = steps - 1 - step
+        t0 = start + at_chunk * 64
+        inside = t0 + i < end
+        at = row[:, None] * V + ov[None, :]
+        mask = inside[:, None] & (ov < V)[None, :]
+        first = t0 * H + h
+        place = (chunk + at_chunk).to(tl.int64) * H + h
+        bk = load_rows(k + first * K, row, inside, K, KP)
+        bq = load_rows(q + first * K, row, inside, K, KP)
+        bdo = tl.load(dout + first * V + at, mask=mask, other=0.0)
+        PM = tl.load(mixed + place * 4096 + square)
+        _, before, after, total = decays(log_decay, first, row, i, end - t0, H, 64, DECAY)
+        dSd = dS.to(dt)
+        tl.store(dstates + place * (K * V) + cell, dSd, mask=is_cell)
+        Y = dot(bk, dSd, PREC) * after[:, None]
+        dE = dot(tl.trans(PM), bdo, PREC, Y)
+        if DELTA:
+            M = tl.load(inverse + first * 64 + row[:, None] * 64 + i[None, :], mask=inside[:, None], other=0.0)
+            Y = dot(tl.trans(M), Y.to(dt), PREC, dot(tl.trans(PM), bdo, PREC))
+            tl.store(solved + first * V + at, Y.to(dt), mask=mask)
+            dE = Y * tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        tl.store(dv + first * V + at, dE.to(dt), mask=mask)
+        if DECAY:
+            bdo = (bdo * before[:, None]).to(dt)
+            dE *= before[:, None]
+            dS *= total
+        dS = dot(tl.trans(bq), bdo, PREC, dS)
+        if DELTA:
+            dS = dot(tl.trans(bk), (-dE).to(dt), PREC, dS)
+    if INITIAL:
+        tl.store(dinitial + tl.program_id(0).to(tl.int64) * (K * V) + cell, dS, mask=is_cell)
+
+
+@triton.jit
+def row_products(a, b, row, inside, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """A Bᵀ and B Aᵀ [64,64] of two [·,H,V] tensors: the result of a dot is not transposed into another."""
+    x = tl.zeros([64, 64], tl.float32)
+    y = tl.zeros([64, 64], tl.float32)
+    for v0 in range(0, V, BV):
+        ov = v0 + tl.arange(0, BV)
+        at = row[:, None] * V + ov[None, :]
+        mask = inside[:, None] & (ov < V)[None, :]
+        ta = tl.load(a + at, mask=mask, other=0.0)
+        tb = tl.load(b + at, mask=mask, other=0.0)
+        x = dot(ta, tl.trans(tb), PREC, x)
+        y = dot(tb, tl.trans(ta), PREC, y)
+    return x, y
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def gradients_kernel(
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    dout,
+    states,
+    dstates,
+    recalled,
+    writes,  # X; v without the delta rule
+    solved,
+    dv,
+    dq,
+    dk,
+    dbeta,
+    dlog,
+    cu_seqlens,
+    chunk_starts,
+    T,
+    N,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """What is left, of all chunks at once. Few matrices at a time: each is done with before the next is made."""
+    m, h = tl.program_id(0), tl.program_id(1)
+    start, end, is_chunk = locate(cu_seqlens, chunk_starts, m, T, N, 64, PACKED)
+    if not is_chunk:
+        return
+    dt = v.dtype.element_ty
+    i = tl.arange(0, 64)
+    inside = start + i < end
+    row = i * H
+    first = start * H + h
+    q, k, dq, dk = q + first * K, k + first * K, dq + first * K, dk + first * K
+    v, dout, dv, writes = v + first * V, dout + first * V, dv + first * V, writes + first * V
+    d, before, after, total = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
+    place = m.to(tl.int64) * H + h
+    states, dstates = states + place * (K * V), dstates + place * (K * V)
+    lower = within(tl.full([64, 64], 1.0, tl.float32), d, i, False, False, DECAY)
+    upper = tl.trans(lower)
+
+    # What the rows of the chunk do to each other.
+    dl = tl.zeros([64], tl.float32)
+    dP, dPt = row_products(dout, writes, row, inside, V, BV, PREC)
+    dP *= lower
+    if DECAY:
+        crossing = tl.where(i[:, None] > i[None, :], dP * key_products(q, k, row, inside, K, 64, BK, PREC), 0.0)
+        dl += tl.sum(crossing, 1) - tl.sum(crossing, 0)
+    toq = dP.to(dt)  # dq = toq K, dk = toqᵀ Q + tok K
+    toqt = (dPt * upper).to(dt)
+    met = tl.zeros([64], tl.float32)
+    if DELTA:
+        solved, recalled = solved + first * V, recalled + first * V
+        b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
+        dL, dLt = row_products(solved, writes, row, inside, V, BV, PREC)
+        dL = tl.where(i[:, None] > i[None, :], -dL * lower, 0.0)
+        crossing = dL * key_products(k, k, row, inside, K, 64, BK, PREC)
+        kept = row_sums(solved, recalled, row, inside, V, 64, BV)
+        db = row_sums(solved, v, row, inside, V, 64, BV) - kept + tl.sum(crossing, 1)
+        tl.store(dbeta + first + row, db.to(dbeta.dtype.element_ty), mask=inside)
+        if DECAY:
+            crossing *= b[:, None]
+            dl += tl.sum(crossing, 1) - tl.sum(crossing, 0)
+            met -= b * kept
+        dLt = tl.where(i[:, None] < i[None, :], -dLt * upper, 0.0)
+        tok = (dL * b[:, None] + dLt * b[None, :]).to(dt)  # dG + dGᵀ, for the Gram matrix is symmetric
+
+    # What the states do to the rows, and the rows to the states.
+    given = tl.zeros([64], tl.float32)
+    passed = 0.0
+    for k0 in range(0, K, BK):
+        wk = k0 + tl.arange(0, BK)
+        exists = wk < K
+        gdq = tl.zeros([64, BK], tl.float32)
+        gdk = tl.zeros([64, BK], tl.float32)
+        taken = tl.zeros([64, BK], tl.float32)
+        both = tl.zeros([BK], tl.float32)
+        for v0 in range(0, V, BV):
+            ov = v0 + tl.arange(0, BV)
+            at = row[:, None] * V + ov[None, :]
+            mask = inside[:, None] & (ov < V)[None, :]
+            cell = wk[:, None] * V + ov[None, :]
+            is_cell = exists[:, None] & (ov < V)[None, :]
+            s = tl.load(states + cell, mask=is_cell, other=0.0)
+            ds = tl.load(dstates + cell, mask=is_cell, other=0.0)
+            gdq = dot(tl.load(dout + at, mask=mask, other=0.0), tl.trans(s), PREC, gdq)
+            gdk = dot(tl.load(writes + at, mask=mask, other=0.0), tl.trans(ds), PREC, gdk)
+            if DELTA:
+                taken = dot(tl.load(dv + at, mask=mask, other=0.0), tl.trans(s), PREC, taken)
+            if DECAY:
+                both += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+        at = row[:, None] * K + wk[None, :]
+        mask = inside[:, None] & exists[None, :]
+        bk = tl.load(k + at, mask=mask, other=0.0)
+        bq = tl.load(q + at, mask=mask, other=0.0)
+        if DECAY:
+            gdq *= before[:, None]
+            gdk *= after[:, None]
+            met += tl.sum(gdq * bq, 1)
+            given += tl.sum(gdk * bk, 1)
+            passed += tl.sum(both)
+        if DELTA:
+            gdk -= taken * before[:, None]
+            gdk = dot(tok, bk, PREC, gdk)
+        gdq = dot(toq, bk, PREC, gdq)
+        gdk = dot(toqt, bq, PREC, gdk)
+        tl.store(dq + at, gdq.to(dt), mask=mask)
+        tl.store(dk + at, gdk.to(dt), mask=mask)
+    if DECAY:
+        dl = log_gradient(dl + met, given, total * passed, i)
+        tl.store(dlog + first + row, dl.to(dlog.dtype.element_ty), mask=inside)
