@@ -491,6 +491,16 @@ def test_a_part_of_a_grid_can_be_run(tmp_path, monkeypatch):
         sweep("table1", lengths=(512,), out=tmp_path)
 
 
+def test_the_first_runs_of_each_cell_can_be_run_alone(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweeping, "run_cells", lambda cells, *_, **__: seen.extend(cells))
+    sweep("table1", lengths=(1024,), runs=2, out=tmp_path)
+    assert [cell.row for cell in seen] == list(TABLE1)
+    assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-2, 0), (1e-3, 0))}
+    with pytest.raises(ValueError, match="runs must be at least 1, but was 0"):
+        sweep("table1", runs=0, out=tmp_path)
+
+
 def test_a_grid_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name must be one of table1"):
         sweep("table3", out=tmp_path)

@@ -143,6 +143,9 @@ def sweep(
     jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
     only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
+    runs: Annotated[
+        int | None, typer.Option(help="The first so many of each cell: 2 are both large learning rates, one seed.")
+    ] = None,
     out: OUT = Path("results/mqar"),
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
     device: DEVICE = None,
@@ -159,6 +162,7 @@ def sweep(
         out,
         lengths=length or (),
         only=only,
+        runs=runs,
         ray=ray,
         device=device,
         all_runs=all_runs,

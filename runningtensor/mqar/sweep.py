@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
@@ -345,6 +345,7 @@ def sweep(
     *,
     lengths: Sequence[int] = (),
     only: str = "",
+    runs: int | None = None,
     ray: bool = False,
     device: str | None = None,
     all_runs: bool = False,
@@ -353,14 +354,20 @@ def sweep(
 ) -> int:
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
 
-    Of the grid, cells of these lengths, or of all, and those whose row has the words `only` in it.
+    Of the grid, cells of these lengths, or of all, and those whose row has the words `only` in it; of each cell, the
+    first so many runs, or all.
     """
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, but was {jobs}")
+    for what, count in (("jobs", jobs), ("runs", runs)):
+        if count is not None and count < 1:
+            raise ValueError(f"{what} must be at least 1, but was {count}")
     grid = GRIDS[name]()
-    cells = [cell for cell in grid if (not lengths or cell.length in lengths) and only in cell.row]
+    cells = [
+        replace(cell, runs=cell.runs[:runs])
+        for cell in grid
+        if (not lengths or cell.length in lengths) and only in cell.row
+    ]
     if not cells:
         rows = "; ".join(dict.fromkeys(cell.row for cell in grid))
         raise ValueError(f"lengths and only must fit some cell, but were {lengths} and {only!r}; there are rows {rows}")

@@ -77,6 +77,9 @@ class Recall(nn.Module):
         x = self(tokens)
         return x.gather(1, places[..., None].expand(-1, -1, x.shape[2])) @ self.embedding.weight.T
 
+    def loss(self, tokens: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.logits(tokens, places).flatten(0, 1).float(), labels.flatten())
+
 
 def size(*modules: nn.Module) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
@@ -147,13 +150,13 @@ class Trainer:
 
         # Only the kernels keep to what a graph can hold; their stand-ins in torch read numbers from the GPU.
         self.graph = graph and device.type == "cuda" and triton_refuses(device, self.dtype) is None
-        self.logits = self.model.logits
+        self.loss_of = self.model.loss
         if self.graph:
             self.pool, self.aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
             self.optimizer._warned_capturable_if_run_uncaptured = True
-            # Norms, rotations and short convolutions as few kernels: of a step of attention they were three quarters.
+            # Norms, short convolutions and the loss as few kernels: of a step of attention they were three quarters.
             torch._dynamo.config.recompile_limit = 256  # a shape of a model each: none may be left out
-            self.logits = torch.compile(self.model.logits, dynamic=False)
+            self.loss_of = torch.compile(self.model.loss, dynamic=False)
 
     def step(self, batch: Batch, rate: float) -> bool:
         """One step. False: it was one of the first of its task, which take longer."""
@@ -176,8 +179,7 @@ class Trainer:
 
     def update(self, batch: Batch) -> None:
         """Nothing here reads a number from the GPU, or depends on one."""
-        logits = self.logits(batch.tokens, batch.places)
-        loss = cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
+        loss = self.loss_of(batch.tokens, batch.places, batch.labels)
         grads = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         with torch.no_grad():
             torch._foreach_copy_(self.grads, grads)  # in few kernels, where one for each parameter would be felt
