@@ -19,7 +19,7 @@ from runningtensor.bench.provenance import Provenance, write
 from runningtensor.cli import app
 from runningtensor.mqar.grids import GRIDS
 from runningtensor.mqar.record import Point, Result, Score, to_json
-from runningtensor.mqar.sweep import failure
+from runningtensor.mqar.workers import failure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]

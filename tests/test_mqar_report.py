@@ -13,7 +13,8 @@ from runningtensor.mqar.data import Task
 from runningtensor.mqar.grids import Cell, capacity, speed, table1
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
-from runningtensor.mqar.sweep import Store, failure
+from runningtensor.mqar.sweep import Store
+from runningtensor.mqar.workers import failure
 
 ORIGIN = {"device": "NVIDIA H200", "torch": "2.13.0", "commit": "abc1234"}
 

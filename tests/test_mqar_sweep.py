@@ -19,8 +19,9 @@ from runningtensor.mqar.data import Task
 from runningtensor.mqar.grids import CALIBRATED_ON, CAPACITY, GRIDS, PROTOCOL, TABLE1, TABLE2, Cell, capacity, table1
 from runningtensor.mqar.mixers import MIXERS
 from runningtensor.mqar.record import Point, Result, Run, Score, identity, to_json
-from runningtensor.mqar.sweep import Store, Worker, kept, ordered, read, run_cells, sweep
+from runningtensor.mqar.sweep import Store, ordered, read, run_cells, sweep
 from runningtensor.mqar.train import train
+from runningtensor.mqar.workers import Worker, failure, kept
 
 EASY = Task(16, 2, vocab_size=16)
 TINY = {"num_heads": 1, "key_dims": (4, 4), "value_dim": 4}
@@ -155,7 +156,7 @@ def test_runs_under_way_are_stopped_at_the_deadline_and_leave_nothing(path):
 
 
 def test_of_runs_that_are_asked_to_stop_those_that_finish_are_results(path):
-    unfinished, died = replace(result(run(0), 0.5), finished=""), sweeping.failure(run(1), "killed by SIGTERM")
+    unfinished, died = replace(result(run(0), 0.5), finished=""), failure(run(1), "killed by SIGTERM")
     start = Pretended({}, stopping={0: unfinished, 1: died, 2: 0.7})
     assert run_all(cells((0, 1, 2)), path, start, jobs=3, minutes=0.001) == 2
     assert not start.killed and [found.run.seed for found in read(path)] == [2]
@@ -167,7 +168,7 @@ def test_every_row_has_a_run_before_any_has_two_and_short_ones_come_first():
 
 
 def test_failed_runs_are_run_again_only_if_asked(path):
-    start = Pretended({0: sweeping.failure(run(0), "no memory"), 1: 0.1})
+    start = Pretended({0: failure(run(0), "no memory"), 1: 0.1})
     run_all(cells((0, 1)), path, start)
     run_all(cells((0, 1)), path, start)
     assert start.started == [0, 1]
@@ -189,7 +190,7 @@ def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
     files[0].parent.mkdir(parents=True)
     for file in files:
         file.touch()
-    start = Pretended({0: sweeping.failure(run(0), "killed by SIGKILL"), 2: 1.0})  # and 1 is needless then
+    start = Pretended({0: failure(run(0), "killed by SIGKILL"), 2: 1.0})  # and 1 is needless then
     assert run_all(cells((0, 1, 2), (3,)), path, start, jobs=4, minutes=0.01) == 1
     assert [file.exists() for file in files] == [True, False, False, True]  # what died may be tried again
 
@@ -238,7 +239,7 @@ def test_a_file_that_is_not_of_a_sweep_is_left_alone(path, text):
 
 def test_a_failure_may_say_anything(path):
     text = StringIO()
-    start = Pretended({0: sweeping.failure(run(0), "[/nonsense] [red]")})
+    start = Pretended({0: failure(run(0), "[/nonsense] [red]")})
     run_cells(cells((0,)), path, start, console=Console(file=text, width=200))
     assert "[/nonsense] [red]" in text.getvalue()
 

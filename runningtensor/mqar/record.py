@@ -170,6 +170,14 @@ def from_json(line: str) -> Result:
     return Result(**rest | {"run": run_from(record["run"]), "curve": points})
 
 
+def parsed(line: str) -> Result:
+    """A line's result; a ValueError, whatever else it is."""
+    try:
+        return from_json(line)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
 def run_from(record: dict[str, Any]) -> Run:
     tasks: dict[str, Any] = {
         name: tuple(Task(**task) for task in record[name]) for name in ("tasks", "also") if name in record

@@ -1,4 +1,4 @@
-"""Runs a grid: several runs at once, each in a process of its own, each finished one a line in a file.
+"""Runs a grid: several runs at once, each finished one a line in a file.
 
 The file is all that is known: a sweep that was killed goes on from it. Only the sweep writes it, whole lines at a time.
 Runs under way write what they need to go on into the folder `running` beside it.
@@ -8,20 +8,13 @@ import fcntl
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, Protocol
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -29,15 +22,11 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from runningtensor.bench.provenance import commit, cores
+from runningtensor.bench.provenance import cores
 from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
-from runningtensor.mqar.record import Result, Run, from_json, identity, run_from, to_json
-from runningtensor.mqar.resume import NOTE, forget
-
-PROGRESS, RESULT = "PROGRESS ", "RESULT "  # begin the lines of a worker that are not a library's chatter
-PAUSE = 0.05  # seconds between looks at the workers
-GRACE = 30.0  # seconds for a run that is asked to stop; it may have to finish a test first
-
+from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
+from runningtensor.mqar.resume import forget
+from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
 
 # -- The file ----------------------------------------------------------------------------------------------------------
 
@@ -85,14 +74,6 @@ class Store:
         self.file.close()
 
 
-def parsed(line: str) -> Result:
-    """A line's result; a ValueError, whatever else it is."""
-    try:
-        return from_json(line)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
 def read(path: Path) -> list[Result]:
     """What was finished, in the order it was; a last line that was cut off is left out."""
     if not path.exists():
@@ -114,186 +95,6 @@ def known(path: Path) -> list[Result]:
     """Those of other grids in the folder, and then a grid's own: a run that several have is done once."""
     others = [path.with_name(f"{name}.jsonl") for name in GRIDS]
     return [result for file in (*(other for other in others if other != path), path) for result in read(file)]
-
-
-# -- One run in a process ----------------------------------------------------------------------------------------------
-
-
-def work() -> None:
-    """The process: a job on its standard input, progress and the result on its standard output."""
-    job = json.loads(sys.stdin.readline())
-    Thread(target=leave_with_parent, daemon=True).start()
-    import torch
-
-    from runningtensor.mqar.train import train
-
-    asked = Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    device = torch.device(job["device"]) if job["device"] else None
-    kept = Path(job["kept"]) if job["kept"] else None
-    for result in train(run_from(job["run"]), device, kept=kept, stop=asked.is_set):
-        for point in result.curve[-1:]:
-            print(f"{PROGRESS}{point.step} {point.accuracy}", flush=True)
-    print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
-
-
-def leave_with_parent() -> None:
-    """The input ends when the sweep does, even if it was killed; nobody wants the result then, but the next goes on."""
-    while os.read(0, 1):  # not sys.stdin: Python could not end while a thread waits in it
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE)
-    os._exit(1)
-
-
-def kept(running: Path | str, key: str) -> Path:
-    """Where a run has what it needs to go on."""
-    return Path(running) / f"{key}.pt"
-
-
-class Job(Protocol):
-    """A run under way."""
-
-    def poll(self) -> Result | None: ...  # once it has ended; not finished: it was stopped, and can go on
-    def progress(self) -> tuple[int, float]: ...
-    def stop(self) -> None: ...  # soon, when it has written what it needs to go on
-    def kill(self) -> None: ...
-
-
-class Worker:
-    """A run in a process of this machine."""
-
-    def __init__(
-        self, run: Run, device: str | None = None, threads: int = 1, *, running: Path | str | None = None
-    ) -> None:
-        self.run = run
-        job = {"run": asdict(run), "device": device, "kept": running and str(kept(running, identity(run)))}
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "runningtensor.mqar.sweep"],
-            stdin=subprocess.PIPE,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
-            start_new_session=True,  # an interrupt is for the sweep, which then stops its workers
-        )
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once, which poll will find
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-
-    def lines(self) -> list[str]:
-        """All it has said; by pread, for the process writes at the position of the same file."""
-        size = os.fstat(self.output.fileno()).st_size
-        return os.pread(self.output.fileno(), size, 0).decode(errors="replace").splitlines()
-
-    def progress(self) -> tuple[int, float]:
-        """Step and accuracy."""
-        with suppress(ValueError, OSError, IndexError):  # it is asked while it ends, or in the middle of a line
-            said = [line.removeprefix(PROGRESS).split() for line in self.lines() if line.startswith(PROGRESS)]
-            return (int(said[-1][0]), float(said[-1][1])) if said else (0, 0.0)
-        return 0, 0.0
-
-    def poll(self) -> Result | None:
-        code = self.process.poll()
-        if code is None:
-            return None
-        lines = self.lines()
-        self.close()
-        for line in lines:
-            if line.startswith(NOTE):
-                print(line.removeprefix(NOTE))
-        why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-        if found := [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]:
-            try:
-                return parsed(found[-1])
-            except ValueError as error:  # it died in the middle of it
-                return failure(self.run, f"{why}: its result cannot be read: {error}")
-        words = [line.strip() for line in lines if line.strip() and not line.startswith((PROGRESS, NOTE))]
-        return failure(self.run, ": ".join((why, *words[-1:])))
-
-    def stop(self) -> None:
-        self.process.terminate()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.close()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.output.close()
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-
-def failure(run: Run, why: str) -> Result:
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Result(run, 0, None, origin={"commit": commit()}, finished=now, failed=" ".join(why.split())[:300])
-
-
-# -- Runs elsewhere ----------------------------------------------------------------------------------------------------
-
-
-def elsewhere(line: str, device: str | None, running: str) -> str:
-    """What a machine of a Ray cluster does: the same as this one would. If it has the folder, runs go on there too."""
-    worker = Worker(run_from(json.loads(line)), device, running=running)
-    while (result := worker.poll()) is None:
-        try:
-            time.sleep(PAUSE)
-        except KeyboardInterrupt:  # Ray's way to cancel
-            worker.stop()
-    if result.finished and result.curve:
-        forget(kept(running, identity(result.run)))
-    return to_json(result)
-
-
-class Cluster:
-    """Starts runs on a Ray cluster: RAY_ADDRESS's, or the one that runs here, or a new one of this machine alone."""
-
-    def __init__(self, jobs: int, device: str | None, running: Path) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ValueError("ray must be installed for --ray: pip install 'runningtensor[ray]'") from error
-        self.ray, self.device, self.running = ray, device, str(running)
-        ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False)
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if device in (None, "cuda") else 0
-        self.jobs = jobs * max(1, gpus)
-        # A run that fails is not tried again elsewhere: the sweep writes down why.
-        self.elsewhere = ray.remote(num_cpus=1, num_gpus=1 / jobs if gpus else 0, max_retries=0)(elsewhere)
-
-    def start(self, run: Run) -> "RemoteWorker":
-        reference = self.elsewhere.remote(json.dumps(asdict(run)), self.device, self.running)
-        return RemoteWorker(self.ray, run, reference)
-
-    def close(self) -> None:
-        self.ray.shutdown()
-
-
-class RemoteWorker:
-    """A run somewhere on the cluster."""
-
-    def __init__(self, ray: Any, run: Run, reference: Any) -> None:
-        self.ray, self.run, self.reference = ray, run, reference
-
-    def progress(self) -> tuple[int, float]:
-        return 0, 0.0
-
-    def poll(self) -> Result | None:
-        ready, _ = self.ray.wait([self.reference], timeout=0)
-        if not ready:
-            return None
-        try:
-            return from_json(self.ray.get(self.reference))
-        except Exception as error:  # whatever became of the machine
-            return failure(self.run, f"{type(error).__name__}: {error}")
-
-    def stop(self) -> None:
-        self.ray.cancel(self.reference)
-
-    def kill(self) -> None:
-        self.ray.cancel(self.reference, force=True)
 
 
 # -- The sweep ---------------------------------------------------------------------------------------------------------
@@ -482,7 +283,3 @@ class Board:
         until = "" if self.deadline == math.inf else f", {(self.deadline - now) / 60:.1f} minutes left"
         done, left = len(self.plan.tried & self.plan.runs.keys()), len(self.plan.left())
         return Group(table, f"{done} runs done, {left} to do, {(now - self.started) / 60:.1f} minutes so far{until}")
-
-
-if __name__ == "__main__":
-    work()
