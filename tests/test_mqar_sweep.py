@@ -46,7 +46,7 @@ class Pretended:
 
     def __init__(self, accuracies, stopping=None):
         self.accuracies, self.started, self.killed = accuracies, [], []
-        self.stopping, self.asked = stopping or {}, []
+        self.stopping, self.asked, self.progress = stopping or {}, [], {}
 
     def __call__(self, run):
         self.started.append(run.seed)
@@ -62,7 +62,7 @@ class Job:
         return found if found is None or isinstance(found, Result) else result(self.run, found)
 
     def progress(self):
-        return 0, 0.0
+        return self.all.progress.get(self.run.seed, (0, 0.0))
 
     def stop(self):
         self.all.asked.append(self.run.seed)
@@ -160,6 +160,49 @@ def test_of_runs_that_are_asked_to_stop_those_that_finish_are_results(path):
     start = Pretended({}, stopping={0: unfinished, 1: died, 2: 0.7})
     assert run_all(cells((0, 1, 2)), path, start, jobs=3, minutes=0.001) == 2
     assert not start.killed and [found.run.seed for found in read(path)] == [2]
+
+
+def hopeless(accuracy, step=50, best=0.8):
+    """Seed 0 has found `best`; seed 1, at another learning rate, is here after so many of 100 steps."""
+    grid = [Cell("row", 16, (run(0, steps=100), run(1, steps=100, lr=1e-2), run(2, steps=100)))]
+    unfinished = replace(result(grid[0].runs[1], accuracy), finished="")
+    start = Pretended(
+        {0: result(grid[0].runs[0], best), 2: result(grid[0].runs[2], best / 2)}, stopping={1: unfinished}
+    )
+    start.progress[1] = (step, accuracy)
+    return grid, start
+
+
+def test_a_run_far_behind_another_after_half_its_steps_is_given_up(path):
+    grid, start = hopeless(0.079)
+    assert run_all(grid, path, start, jobs=2) == 0
+    given = {found.run.seed: found.given_up for found in read(path)}
+    assert start.asked == [1] and given == {0: False, 1: True, 2: False} and not start.killed
+    start.started.clear()
+    assert run_all(grid, path, start) == 0 and not start.started
+    start.accuracies[1] = result(grid[0].runs[1], 0.9)
+    assert run_all(grid, path, start, all_runs=True) == 0 and start.started == [1]  # if all are asked for, it too
+    assert not Store(path).found[identity(grid[0].runs[1])].given_up
+
+
+@pytest.mark.parametrize(
+    "less",
+    ({"accuracy": 0.081}, {"accuracy": 0.0, "step": 49}, {"accuracy": 0.0, "best": 0.09}),
+    ids=("a tenth", "before half", "of little"),
+)
+def test_a_run_that_may_yet_be_the_best_goes_on(path, less):
+    grid, start = hopeless(**less)
+    assert run_all(grid, path, start, jobs=2, minutes=0.01) == 1 and not start.killed
+    assert [found.run.seed for found in read(path)] == [0, 2]  # 1 was asked to stop at the deadline alone
+
+
+def test_no_run_is_given_up_at_the_learning_rate_of_the_best_or_where_all_are_asked_for(path):
+    grid, start = hopeless(0.0)
+    grid[0] = replace(grid[0], runs=tuple(replace(each, lr=1e-3) for each in grid[0].runs))
+    start.accuracies[0], start.accuracies[2] = result(grid[0].runs[0], 0.8), result(grid[0].runs[2], 0.3)
+    assert run_all(grid, path, start, jobs=2, minutes=0.01) == 1
+    grid, start = hopeless(0.0)
+    assert run_all(grid, path.with_name("other.jsonl"), start, jobs=2, minutes=0.01, all_runs=True) == 1
 
 
 def test_every_row_has_a_run_before_any_has_two_and_short_ones_come_first():

@@ -50,7 +50,7 @@ def train(
     matrix_std: Annotated[
         float | None, typer.Option(help="Of the matrices at first; else as layers draw them.")
     ] = None,
-    weight_decay: Annotated[float, typer.Option(help="Of the matrices.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Of what has two dimensions.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32 or bfloat16.")] = "auto",
     test_every: Annotated[int, typer.Option(help="Steps.")] = 50,
     test_count: Annotated[int, typer.Option(help="Sequences of the test.")] = 512,
@@ -149,7 +149,7 @@ def sweep(
     out: OUT = Path("results/mqar"),
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
     device: DEVICE = None,
-    all_runs: Annotated[bool, typer.Option(help="Go on with a cell that has a run of 99.95%.")] = False,
+    all_runs: Annotated[bool, typer.Option(help="Also of cells that have one of 99.95%; none is given up.")] = False,
     retry: Annotated[bool, typer.Option(help="Run again what died.")] = False,
 ) -> None:
     """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from typing import Any
 
 from runningtensor.bench.provenance import finite
@@ -124,6 +125,7 @@ class Result:
     origin: dict[str, Any] = field(default_factory=dict)
     finished: str = ""  # UTC; empty: not yet
     failed: str = ""  # why it ended before it should have
+    given_up: bool = False  # by its sweep, since its cell had one far better
 
     @property
     def best(self) -> Point | None:
@@ -144,6 +146,11 @@ class Result:
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def now() -> str:
+    """As `finished` has it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def identity(run: Run) -> str:

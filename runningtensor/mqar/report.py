@@ -68,6 +68,7 @@ class Summary:
     state_floats: int | None = None
     runs: int = 0
     failed: int = 0
+    given_up: int = 0
     planned: int = 0
 
 
@@ -94,13 +95,20 @@ def summarize(
 def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Result] = ()) -> Summary:
     paper = published(name, cell.row, cell.length)
     scored = [(result, score) for result in results if (score := result.at(cell.length)) is not None]
-    counts = {"runs": len(results), "failed": sum(bool(result.failed) for result in results), "planned": len(cell.runs)}
+    counts = {
+        "runs": len(results),
+        "failed": sum(bool(result.failed) for result in results),
+        "given_up": sum(result.given_up for result in results),
+        "planned": len(cell.runs),
+    }
     if not scored:
         return Summary(cell.row, cell.length, paper, **counts)
     best, score = max(scored, key=lambda both: both[1].accuracy)
-    same = [100 * score.accuracy for result, score in scored if result.run.lr == best.run.lr]
-    alike = [result for result in timed if like(result.run, best.run)]
-    times = [x.ms_a_step for x in (*results, *alike) if x.ms_a_step is not None and x.origin.get("at_once", 1) == 1]
+    # What was given up says little of its seed; the best never was.
+    alike = [both for both in scored if both[0].run.lr == best.run.lr and not both[0].given_up]
+    same = [100 * score.accuracy for _, score in alike or [(best, score)]]
+    clocked = [result for result in timed if like(result.run, best.run)]
+    times = [x.ms_a_step for x in (*results, *clocked) if x.ms_a_step is not None and x.origin.get("at_once", 1) == 1]
     return Summary(
         cell.row,
         cell.length,
@@ -180,7 +188,8 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
 
 def cells_of(s: Summary) -> list[str]:
     paper = "" if s.published is None else f"{s.published:.1f}"
-    runs = f"{s.runs} of {s.planned}" + (f", {s.failed} failed" if s.failed else "")
+    runs = f"{s.runs} of {s.planned}"
+    runs += "".join(f", {n} {how}" for n, how in ((s.failed, "failed"), (s.given_up, "given up")) if n)
     if s.best is None or s.macro_f1 is None:
         return [number(s.length), paper, "missing", "", "", "", "", runs]
     spread = f"{s.mean:.2f}" + (f" ± {s.std:.2f}" if s.std is not None else "") + f" ({s.seeds})"

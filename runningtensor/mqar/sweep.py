@@ -23,8 +23,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.bench.provenance import cores
-from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
-from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
+from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, HOPELESS, Cell
+from runningtensor.mqar.record import Result, Run, identity, now, parsed, to_json
 from runningtensor.mqar.resume import forget
 from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
 
@@ -114,7 +114,11 @@ class Plan:
     def __init__(self, cells: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool) -> None:
         self.found, self.all_runs = found, all_runs
         # One that came as far as a test has failed for good: its loss was no number, and will be none again.
-        self.tried = {key for key, result in found.items() if not (retry and result.failed and not result.curve)}
+        self.tried = {
+            key
+            for key, result in found.items()
+            if not (retry and result.failed and not result.curve) and not (all_runs and result.given_up)
+        }
         self.runs: dict[str, Run] = {}  # by identity: what two cells share is done once
         self.cells: dict[str, list[tuple[str, int]]] = {}  # of a run
         self.members: dict[tuple[str, int], list[str]] = {}  # of a cell
@@ -128,6 +132,20 @@ class Plan:
         """Whether a run of it was good enough."""
         scores = [self.found[key].at(cell[1]) for key in self.members[cell] if key in self.found]
         return any(score is not None and score.accuracy >= GOOD_ENOUGH for score in scores)
+
+    def hopeless(self, key: str, step: int, accuracy: float) -> bool:
+        """Whether a run under way need not end, for any cell it is of."""
+        run = self.runs[key]
+        if self.all_runs or step < run.steps / 2:
+            return False
+        for cell in self.cells[key]:
+            found = [self.found[other] for other in self.members[cell] if other in self.found]
+            best = max(found, key=lambda result: result.accuracy, default=None)
+            if best is None or best.run.lr == run.lr or best.accuracy < HOPELESS:
+                return False
+            if accuracy >= HOPELESS * best.accuracy:
+                return False
+        return True
 
     def left(self) -> list[str]:
         open_cells = {cell for cell in self.members if self.all_runs or not self.settled(cell)}
@@ -205,6 +223,7 @@ def run_cells(
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     console = console or Console()
     active: dict[str, Job] = {}
+    given_up: set[str] = set()
     with closing(Store(path)) as store:
         plan = Plan(cells, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
@@ -216,9 +235,17 @@ def run_cells(
                 active.pop(key).kill()
                 forget(kept(running, key))
 
+        def give_up_hopeless() -> None:
+            for key, job in active.items():
+                if key not in given_up and plan.hopeless(key, *job.progress()):
+                    given_up.add(key)
+                    job.stop()
+
         def collect(stopping: bool = False) -> None:
             for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:
                 del active[key]
+                if key in given_up and result.curve and not result.finished:
+                    result.given_up, result.finished = True, now()
                 if not result.finished or (stopping and result.failed):  # stopped, perhaps before it could listen
                     continue
                 result.origin["at_once"] = jobs
@@ -243,6 +270,7 @@ def run_cells(
             with live if console.is_terminal else nullcontext():
                 while (left := plan.left()) and time.monotonic() < deadline:
                     drop_needless()
+                    give_up_hopeless()
                     for key in [key for key in left if key not in active][: jobs - len(active)]:
                         active[key] = start(plan.runs[key])
                     time.sleep(PAUSE)
@@ -271,7 +299,9 @@ class Board:
             return f"[red]failed[/] {self.plan.name(key)}: {escape(result.failed)}"
         scores = [result.at(task.length) for task in result.run.tests]
         found = " ".join(f"{100 * score.accuracy:.2f}" for score in scores if score)
-        return f"{found:>6} {self.plan.name(key)}: {result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
+        ended = ", given up" if result.given_up else ""
+        steps = f"{result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
+        return f"{found:>6} {self.plan.name(key)}: {steps}{ended}"
 
     def show(self) -> Group:
         table = Table("running", "step", "accuracy", box=SIMPLE, pad_edge=False)

@@ -5,7 +5,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from runningtensor.layers.projections import OneLinear
 from runningtensor.mqar import resume
 from runningtensor.mqar.data import Task, validation
 from runningtensor.mqar.mixers import MIXERS
-from runningtensor.mqar.record import Point, Result, Run, Score, point_from
+from runningtensor.mqar.record import Point, Result, Run, Score, now, point_from
 from runningtensor.ops.interface import triton_refuses
 
 __all__ = ["Point", "Recall", "Result", "Run", "Score", "train"]
@@ -135,7 +134,7 @@ class Trainer:
         self.parameters: list[Tensor] = list(self.model.parameters())
 
         self.rate = torch.zeros((), device=device)  # in memory, where a graph reads it
-        # Gates, taps and norms are not pulled to zero.
+        # What has one dimension, norms, rates and biases, is not pulled to zero.
         groups = [[p for p in self.masters if (p.ndim >= 2) is matrices] for matrices in (True, False)]
         decays = (run.weight_decay, 0.0)
         self.optimizer = torch.optim.AdamW(
@@ -330,7 +329,7 @@ def train(
         if done:
             if not healthy:
                 result.failed = f"the loss was not finite at step {int(trainer.healthy_steps) + 1}"
-            result.finished = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            result.finished = now()
         elif kept:
             rest = {
                 "step": step,

@@ -9,13 +9,12 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol
 
 from runningtensor.bench.provenance import commit
-from runningtensor.mqar.record import Result, Run, from_json, identity, parsed, run_from, to_json
+from runningtensor.mqar.record import Result, Run, from_json, identity, now, parsed, run_from, to_json
 from runningtensor.mqar.resume import NOTE, forget
 
 PROGRESS, RESULT = "PROGRESS ", "RESULT "  # begin the lines of a worker that are not a library's chatter
@@ -132,8 +131,7 @@ class Worker:
 
 
 def failure(run: Run, why: str) -> Result:
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Result(run, 0, None, origin={"commit": commit()}, finished=now, failed=" ".join(why.split())[:300])
+    return Result(run, 0, None, origin={"commit": commit()}, finished=now(), failed=" ".join(why.split())[:300])
 
 
 # -- Runs elsewhere ----------------------------------------------------------------------------------------------------
