@@ -44,8 +44,7 @@ SPILLS: dict[tuple[int, ...], dict[str, int]] = {
     },
     (16, 16, 64): {"hopper_pack.pack_kernel": 240},
     (24, 24, 48): {"hopper_pack.pack_kernel": 100},
-    (256, 1, 256): {"matrix.gradients_kernel": 500},
-    (24, 1, 48): {"matrix.gradients_kernel": 160},
+    (256, 1, 256): {"matrix.gradients_kernel": 200},
     (128, 1, 128): {"forward.local_kernel": 1200, "backward.reverse_kernel": 160, "backward.gradients_kernel": 3400},
 }
 

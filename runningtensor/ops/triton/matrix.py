@@ -240,22 +240,6 @@ def reverse_kernel(
         tl.store(dinitial + tl.program_id(0).to(tl.int64) * (K * V) + cell, dS, mask=is_cell)
 
 
-@triton.jit
-def row_products(a, b, row, inside, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """A Bᵀ and B Aᵀ [64,64] of two [·,H,V] tensors: the result of a dot is not transposed into another."""
-    x = tl.zeros([64, 64], tl.float32)
-    y = tl.zeros([64, 64], tl.float32)
-    for v0 in range(0, V, BV):
-        ov = v0 + tl.arange(0, BV)
-        at = row[:, None] * V + ov[None, :]
-        mask = inside[:, None] & (ov < V)[None, :]
-        ta = tl.load(a + at, mask=mask, other=0.0)
-        tb = tl.load(b + at, mask=mask, other=0.0)
-        x = dot(ta, tl.trans(tb), PREC, x)
-        y = dot(tb, tl.trans(ta), PREC, y)
-    return x, y
-
-
 @triton.jit(do_not_specialize=["T", "N"])
 def gradients_kernel(
     q,
@@ -288,7 +272,7 @@ def gradients_kernel(
     PACKED: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """What is left, of all chunks at once. Few matrices at a time: each is done with before the next is made."""
+    """What is left, of all chunks at once."""
     m, h = tl.program_id(0), tl.program_id(1)
     start, end, is_chunk = locate(cu_seqlens, chunk_starts, m, T, N, 64, PACKED)
     if not is_chunk:
@@ -303,34 +287,29 @@ def gradients_kernel(
     d, before, after, total = decays(log_decay, first, row, i, end - start, H, 64, DECAY)
     place = m.to(tl.int64) * H + h
     states, dstates = states + place * (K * V), dstates + place * (K * V)
-    lower = within(tl.full([64, 64], 1.0, tl.float32), d, i, False, False, DECAY)
-    upper = tl.trans(lower)
+    G = within(tl.full([64, 64], 1.0, tl.float32), d, i, False, False, DECAY)
+    strict = i[:, None] > i[None, :]
 
-    # What the rows of the chunk do to each other.
-    dl = tl.zeros([64], tl.float32)
-    dP, dPt = row_products(dout, writes, row, inside, V, BV, PREC)
-    dP *= lower
-    if DECAY:
-        crossing = tl.where(i[:, None] > i[None, :], dP * key_products(q, k, row, inside, K, 64, BK, PREC), 0.0)
-        dl += tl.sum(crossing, 1) - tl.sum(crossing, 0)
-    toq = dP.to(dt)  # dq = toq K, dk = toqᵀ Q + tok K
-    toqt = (dPt * upper).to(dt)
+    # What the rows of the chunk do to each other: dq = toq K, dk = toqᵀ Q + (tok + tokᵀ) K.
+    dP = G * key_products(dout, writes, row, inside, V, 64, BV, PREC)
+    toq = dP.to(dt)
     met = tl.zeros([64], tl.float32)
+    if DECAY:
+        crossing = tl.where(strict, dP * key_products(q, k, row, inside, K, 64, BK, PREC), 0.0)
     if DELTA:
         solved, recalled = solved + first * V, recalled + first * V
         b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
-        dL, dLt = row_products(solved, writes, row, inside, V, BV, PREC)
-        dL = tl.where(i[:, None] > i[None, :], -dL * lower, 0.0)
-        crossing = dL * key_products(k, k, row, inside, K, 64, BK, PREC)
+        dL = tl.where(strict, -G * key_products(solved, writes, row, inside, V, 64, BV, PREC), 0.0)
+        tok = (dL * b[:, None]).to(dt)
+        dL *= key_products(k, k, row, inside, K, 64, BK, PREC)
         kept = row_sums(solved, recalled, row, inside, V, 64, BV)
-        db = row_sums(solved, v, row, inside, V, 64, BV) - kept + tl.sum(crossing, 1)
+        db = row_sums(solved, v, row, inside, V, 64, BV) - kept + tl.sum(dL, 1)
         tl.store(dbeta + first + row, db.to(dbeta.dtype.element_ty), mask=inside)
         if DECAY:
-            crossing *= b[:, None]
-            dl += tl.sum(crossing, 1) - tl.sum(crossing, 0)
+            crossing += dL * b[:, None]
             met -= b * kept
-        dLt = tl.where(i[:, None] < i[None, :], -dLt * upper, 0.0)
-        tok = (dL * b[:, None] + dLt * b[None, :]).to(dt)  # dG + dGᵀ, for the Gram matrix is symmetric
+    if DECAY:
+        met += tl.sum(crossing - tl.trans(crossing), 1)
 
     # What the states do to the rows, and the rows to the states.
     given = tl.zeros([64], tl.float32)
@@ -341,7 +320,7 @@ def gradients_kernel(
         gdq = tl.zeros([64, BK], tl.float32)
         gdk = tl.zeros([64, BK], tl.float32)
         taken = tl.zeros([64, BK], tl.float32)
-        both = tl.zeros([BK], tl.float32)
+        both = tl.zeros([BK, BV], tl.float32)
         for v0 in range(0, V, BV):
             ov = v0 + tl.arange(0, BV)
             at = row[:, None] * V + ov[None, :]
@@ -355,7 +334,7 @@ def gradients_kernel(
             if DELTA:
                 taken = dot(tl.load(dv + at, mask=mask, other=0.0), tl.trans(s), PREC, taken)
             if DECAY:
-                both += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+                both += s.to(tl.float32) * ds.to(tl.float32)
         at = row[:, None] * K + wk[None, :]
         mask = inside[:, None] & exists[None, :]
         bk = tl.load(k + at, mask=mask, other=0.0)
@@ -367,12 +346,12 @@ def gradients_kernel(
             given += tl.sum(gdk * bk, 1)
             passed += tl.sum(both)
         if DELTA:
-            gdk -= taken * before[:, None]
-            gdk = dot(tok, bk, PREC, gdk)
+            gdk = dot(tok, bk, PREC, gdk - taken * before[:, None])
+            gdk = dot(tl.trans(tok), bk, PREC, gdk)
         gdq = dot(toq, bk, PREC, gdq)
-        gdk = dot(toqt, bq, PREC, gdk)
+        gdk = dot(tl.trans(toq), bq, PREC, gdk)
         tl.store(dq + at, gdq.to(dt), mask=mask)
         tl.store(dk + at, gdk.to(dt), mask=mask)
     if DECAY:
-        dl = log_gradient(dl + met, given, total * passed, i)
+        dl = log_gradient(met, given, total * passed, i)
         tl.store(dlog + first + row, dl.to(dlog.dtype.element_ty), mask=inside)
