@@ -3,6 +3,8 @@
 The forms of forward.py and backward.py, with what a matrix state allows: it stays in registers from the first chunk to
 the last, and the inverse is used as on Hopper (hopper_pack.py), [X; PX] = [M; PM] E and Y = Mᵀ κdS' + (PM)ᵀ dO, where M
 is rounded as the values are. `prepare_kernel` makes M and PM for all chunks; the scans read them.
+
+Results of dots are transposed into others here, which Triton before 3.7.1 miscompiles on Hopper: it is not used there.
 """
 
 import triton
