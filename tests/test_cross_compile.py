@@ -25,10 +25,11 @@ LAUNCHES = {
     (16, 16, 64): ((80, True, True, False), (4, False, False, True)),
     (24, 24, 48): ((80, True, False, True), (4, False, False, False)),
     (128, 1, 128): ((80, True, True, True), (4, False, False, False)),
-    (24, 1, 48): ((80, True, True, False), (4, True, False, True)),
-    (256, 1, 256): ((80, True, True, False), (4, False, True, False)),
+    (24, 1, 48): ((160, True, True, False), (4, True, False, True)),
+    (128, 1, 64): ((160, True, True, False), (4, False, True, False)),
+    (256, 1, 256): ((160, True, True, False), (4, False, True, False)),
 }
-MATRICES = ((24, 1, 48), (256, 1, 256))  # by kernels of their own
+MATRICES = ((24, 1, 48), (128, 1, 64), (256, 1, 256))  # by kernels of their own
 # The layer of the paper, by (d_model, heads): tokens, packed.
 LAYERS = {(128, 4): ((1024, True),), (1024, 32): ((4096, False),)}
 # Bytes a thread may spill to local memory: what was measured, and a little more. A guard, not a goal: run this
@@ -44,6 +45,7 @@ SPILLS: dict[tuple[int, ...], dict[str, int]] = {
     },
     (16, 16, 64): {"hopper_pack.pack_kernel": 240},
     (24, 24, 48): {"hopper_pack.pack_kernel": 100},
+    (128, 1, 64): {"matrix.gradients_kernel": 300},
     (256, 1, 256): {"matrix.gradients_kernel": 200},
     (128, 1, 128): {"forward.local_kernel": 1200, "backward.reverse_kernel": 160, "backward.gradients_kernel": 3400},
 }
@@ -60,7 +62,9 @@ def launch_all(shape: tuple[int, ...], *rule: int) -> None:
     FakeTensor.__setitem__ = lambda *_: None  # torch without CUDA cannot
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda _: (9, 0)
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(
+        multi_processor_count=132, shared_memory_per_block_optin=SHARED
+    )
 
     def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")

@@ -91,6 +91,7 @@ SHAPES = {  # (K_1, …), V, dtype
     "linear attention": ((128,), 128, torch.float16),
     "the widest last mode": ((3, 128), 5, torch.float32),
     "a last mode that leaves most of its slab empty": ((3, 66), 5, torch.float16),
+    "a last mode of one": ((5, 1), 7, torch.float16),
 }
 
 

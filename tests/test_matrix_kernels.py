@@ -43,10 +43,10 @@ def test_wider_keys_are_left_to_the_general_kernels():
     assert not launch.on_matrix(16, 16, 64, v) and not launch.on_matrix(16, 1, 32, v)
 
 
-@RULES
-def test_a_last_mode_of_width_one_is_multiplied_into_the_others(delta):
-    check(make(1, T=70, H=1, widths=(5, 1), V=7, delta=delta, dtype=torch.float32))
-    check(make(1, T=70, H=1, widths=(3, 2, 1), V=7, delta=delta, dtype=torch.float32))
+@DTYPES
+@pytest.mark.parametrize("widths", ((5, 1), (3, 2, 1)))
+def test_a_last_mode_of_width_one_is_multiplied_into_the_others(widths, dtype):
+    check(make(1, T=70, H=1, widths=widths, V=7, dtype=dtype))
 
 
 @RULES

@@ -83,7 +83,7 @@ def path(tmp_path):
     return tmp_path / "grid.jsonl"
 
 
-def run_all(cells, path, start, minutes=1.0, **options):
+def run_all(cells, path, start, minutes=5.0, **options):
     return run_cells(cells, path, start, console=Console(file=StringIO()), minutes=minutes, **options)
 
 
@@ -162,9 +162,10 @@ def test_of_runs_that_are_asked_to_stop_those_that_finish_are_results(path):
     assert not start.killed and [found.run.seed for found in read(path)] == [2]
 
 
-def hopeless(accuracy, step=50, best=0.8):
+def hopeless(accuracy, step=50, best=0.8, schedule="cosine"):
     """Seed 0 has found `best`; seed 1, at another learning rate, is here after so many of 100 steps."""
-    grid = [Cell("row", 16, (run(0, steps=100), run(1, steps=100, lr=1e-2), run(2, steps=100)))]
+    each = {"steps": 100, "schedule": schedule}
+    grid = [Cell("row", 16, (run(0, **each), run(1, lr=1e-2, **each), run(2, **each)))]
     unfinished = replace(result(grid[0].runs[1], accuracy), finished="")
     start = Pretended(
         {0: result(grid[0].runs[0], best), 2: result(grid[0].runs[2], best / 2)}, stopping={1: unfinished}
@@ -185,10 +186,32 @@ def test_a_run_far_behind_another_after_half_its_steps_is_given_up(path):
     assert not Store(path).found[identity(grid[0].runs[1])].given_up
 
 
+def test_what_another_grid_has_finished_counts_though_it_was_given_up_here(tmp_path):
+    ours, theirs = tmp_path / "table1.jsonl", tmp_path / "table2.jsonl"
+    given = replace(result(run(0), 0.01), given_up=True)
+    for file, found in ((ours, given), (theirs, result(run(0), 0.9))):
+        file.write_text(to_json(found) + "\n")
+    assert Store(ours).found[identity(run(0))].accuracy == 0.9
+
+
+def test_a_run_of_several_lengths_is_judged_by_the_best_of_each(path):
+    also = {"also": (Task(32, 2, vocab_size=16),), "steps": 100, "schedule": "cosine"}
+    runs = (run(0, **also), run(1, lr=1e-2, **also), run(2, lr=1e-2, **also))
+    # The first is best where sequences are short, the second, with the learning rate of the third, where they are long.
+    start = Pretended({0: result(runs[0], 0.8, 0.1), 1: result(runs[1], 0.7, 0.6)})
+    start.progress[2] = (50, 0.0)
+    assert run_all([Cell("row", 16, runs), Cell("row", 32, runs)], path, start, jobs=3, minutes=0.01) == 1
+
+
 @pytest.mark.parametrize(
     "less",
-    ({"accuracy": 0.081}, {"accuracy": 0.0, "step": 49}, {"accuracy": 0.0, "best": 0.09}),
-    ids=("a tenth", "before half", "of little"),
+    (
+        {"accuracy": 0.081},
+        {"accuracy": 0.0, "step": 49},
+        {"accuracy": 0.0, "best": 0.09},
+        {"accuracy": 0.0, "schedule": "constant"},
+    ),
+    ids=("a tenth", "before half", "of little", "at a constant rate"),
 )
 def test_a_run_that_may_yet_be_the_best_goes_on(path, less):
     grid, start = hopeless(**less)

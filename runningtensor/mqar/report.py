@@ -104,9 +104,7 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
     if not scored:
         return Summary(cell.row, cell.length, paper, **counts)
     best, score = max(scored, key=lambda both: both[1].accuracy)
-    # What was given up says little of its seed; the best never was.
-    alike = [both for both in scored if both[0].run.lr == best.run.lr and not both[0].given_up]
-    same = [100 * score.accuracy for _, score in alike or [(best, score)]]
+    same = [100 * score.accuracy for result, score in scored if result.run.lr == best.run.lr]
     clocked = [result for result in timed if like(result.run, best.run)]
     times = [x.ms_a_step for x in (*results, *clocked) if x.ms_a_step is not None and x.origin.get("at_once", 1) == 1]
     return Summary(

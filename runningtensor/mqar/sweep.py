@@ -92,9 +92,11 @@ def read(path: Path) -> list[Result]:
 
 
 def known(path: Path) -> list[Result]:
-    """Those of other grids in the folder, and then a grid's own: a run that several have is done once."""
+    """Those of other grids in the folder, and then a grid's own: a run that several have is done once. The last counts,
+    so what was given up comes first: another may have finished it."""
     others = [path.with_name(f"{name}.jsonl") for name in GRIDS]
-    return [result for file in (*(other for other in others if other != path), path) for result in read(file)]
+    files = (*(other for other in others if other != path), path)
+    return sorted((result for file in files for result in read(file)), key=lambda result: not result.given_up)
 
 
 # -- The sweep ---------------------------------------------------------------------------------------------------------
@@ -136,11 +138,11 @@ class Plan:
     def hopeless(self, key: str, step: int, accuracy: float) -> bool:
         """Whether a run under way need not end, for any cell it is of."""
         run = self.runs[key]
-        if self.all_runs or step < run.steps / 2:
+        if self.all_runs or run.schedule != "cosine" or step < run.steps / 2:
             return False
         for cell in self.cells[key]:
             found = [self.found[other] for other in self.members[cell] if other in self.found]
-            best = max(found, key=lambda result: result.accuracy, default=None)
+            best = max(found, key=lambda result: score.accuracy if (score := result.at(cell[1])) else 0.0, default=None)
             if best is None or best.run.lr == run.lr or best.accuracy < HOPELESS:
                 return False
             if accuracy >= HOPELESS * best.accuracy:

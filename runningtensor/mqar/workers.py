@@ -36,7 +36,7 @@ def work() -> None:
     kept = Path(job["kept"]) if job["kept"] else None
     for result in train(run_from(job["run"]), device, kept=kept, stop=asked.is_set):
         for point in result.curve[-1:]:
-            print(f"{PROGRESS}{point.step} {point.accuracy}", flush=True)
+            print(f"{PROGRESS}{point.step} {result.accuracy}", flush=True)
     print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
 
 

@@ -231,7 +231,7 @@ def two_modes(modes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     last = rest.pop() if rest and rest[-1].shape[-1] != 1 else None
     for mode in rest:
         first = chunk.kron(first.to(state_dtype(first)), mode)  # a product of two bfloat16 is not one
-    return first, first.new_ones(*first.shape[:-1], 1) if last is None else last
+    return first, modes[0].new_ones(*first.shape[:-1], 1) if last is None else last
 
 
 def _recurrent(

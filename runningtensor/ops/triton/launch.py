@@ -46,6 +46,8 @@ def forward(
     inputs = contiguous(inputs)
     v = inputs[4]
     x = Shape.make(inputs, cu_seqlens, chunk)
+    if on_matrix(x.K, x.R, x.C, v):
+        return matrix_launch.forward(inputs, initial_state, x, keep)
     out = torch.empty_like(v)
     if on_hopper(x.K, x.R, x.C, v):
         inverse = v.new_empty(*v.shape[:3], x.C) if x.delta else None
@@ -53,8 +55,6 @@ def forward(
         packed = hopper_launch.pack(inputs, x, inverse)
         hopper_launch.scan(packed, inputs, x, initial_state, inverse, final=state, out=out)
         return out, state, inverse
-    if on_matrix(x.K, x.R, x.C, v):
-        return matrix_launch.forward(inputs, initial_state, x, keep)
     inverse = invert(inputs, x) if x.delta else None
     state = start_state(initial_state, x, v)
     scan(inputs, x, state, inverse, out=out)

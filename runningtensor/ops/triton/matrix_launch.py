@@ -43,13 +43,16 @@ def constants(x: Shape) -> dict[str, Any]:
 
 def scans(x: Shape, v: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid and the constants of a scan: fewer columns a program where there are few sequences and heads, and fewer
-    chunks on their way where keys are so wide that shared memory would not hold them."""
-    many = v.is_cuda and x.sequences * x.H >= torch.cuda.get_device_properties(v.device).multi_processor_count
+    columns and chunks on their way where shared memory would not hold more."""
+    many = roomy = False
+    if v.is_cuda:
+        gpu = torch.cuda.get_device_properties(v.device)
+        many = x.sequences * x.H >= gpu.multi_processor_count
+        roomy = getattr(gpu, "shared_memory_per_block_optin", 0) >= 200 * 1024
     KP = power(x.K, 16)
-    BV = min(power(x.V, 16), 64 if many and KP <= 128 else 32 if many else 16)
-    warps = 8 if KP * BV > 4096 else 4
-    stages = 3 if KP <= 128 else 2
-    blocks = dict(V=x.V, KP=KP, BV=BV, num_warps=warps, num_stages=stages)
+    BV = min(power(x.V, 16), 16 if not many else 64 if roomy and KP <= 128 else 32)
+    blocks = dict(V=x.V, KP=KP, BV=BV, num_warps=8 if KP * BV > 4096 else 4)
+    blocks["num_stages"] = 3 if roomy and KP <= 128 else 2
     return (x.sequences * x.H, cdiv(x.V, BV)), blocks | constants(x)
 
 
