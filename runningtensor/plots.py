@@ -324,6 +324,37 @@ def plot_recall(
     plt.close(shape)
 
 
+def plot_calibration(
+    curves: dict[str, list[tuple[bool, list[float], list[float]]]],
+    published: dict[str, float],
+    figure: Path,
+    caption: str,
+) -> None:
+    """Of each model a panel: accuracy against the share of its steps, bold under the protocol, faint in its drafts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shape, axes = plt.subplots(
+        1, len(curves), figsize=(4 * len(curves), 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for ax, (name, runs) in zip(axes[0], curves.items(), strict=True):
+        for chosen, shares, accuracies in sorted(runs):
+            look = {"color": "#0072B2", "linewidth": 2.5} if chosen else {"color": "0.75", "linewidth": 1}
+            ax.plot(shares, accuracies, **look)
+        ax.axhline(published[name], color="#D55E00", linestyle="--", linewidth=1)
+        ax.text(0, published[name] - 1, "the paper", color="#D55E00", va="top", fontsize="small")
+        ax.set_title(name, loc="left", fontweight="bold")
+        ax.set_xlabel("steps (%)")
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("recall (micro-F1, %): bold under the protocol,\nfaint in drafts of it; a line a run")
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
 def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, caption: str) -> None:
     """Accuracy against the floats of a state, a panel for each length of the test; hollow: what others published."""
     import matplotlib

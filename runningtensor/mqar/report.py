@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
+from runningtensor.mqar.grids import CALIBRATED_ON, GRIDS, LENGTHS, PROTOCOL, Cell, cell
+from runningtensor.mqar.grids import TABLE1 as GRID1
 from runningtensor.mqar.record import Result, Run, identity
 from runningtensor.mqar.sweep import known, read
 
@@ -150,7 +151,10 @@ def report(
         console.print(f"{len(others)} results of {escape(str(path))} are of another protocol and are left out.")
     if used:
         try:
-            figure = draw(name, summaries, out / f"{name}.png", origin(used))
+            if name == "calibration":
+                figure = draw_calibration(read(path), out / f"{name}.png")
+            else:
+                figure = draw(name, summaries, out / f"{name}.png", origin(used))
             console.print(f"Wrote {escape(str(figure))}")
         except ModuleNotFoundError:
             console.print("For a figure of it, pip install matplotlib")
@@ -239,6 +243,27 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
         for length, value in zip(LENGTHS, known.f1, strict=True)
     ]
     plot_capacity([*points, *others], figure, caption)
+    return figure
+
+
+def draw_calibration(results: Sequence[Result], figure: Path) -> Path:
+    """All that was tried at the shortest length, and what was chosen."""
+    from runningtensor.plots import plot_calibration
+
+    curves = {}
+    for name in CALIBRATED_ON:
+        chosen = cell(name, *GRID1[name], LENGTHS[0], PROTOCOL).runs
+        mine = [x for x in results if (x.run.mixer, x.run.options) == GRID1[name] and x.run.test == chosen[0].test]
+        curves[name] = [
+            (
+                x.run in chosen,
+                [100 * point.step / x.run.steps for point in x.curve],
+                [100 * point.accuracy for point in x.curve],
+            )
+            for x in mine
+        ]
+    published = {name: TABLE1[name].f1[0] for name in curves}
+    plot_calibration(curves, published, figure, origin(results))
     return figure
 
 
