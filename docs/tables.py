@@ -293,7 +293,13 @@ def calibration(results: list[Result]) -> Text:
         run, curve = x.run, [100 * point.accuracy for point in x.curve]
         model = rows.get((run.mixer, str(run.options))) or rows[run.mixer, "{}"]  # of a small task, smaller heads
         paper = report.published("table1", model, run.test.length)
-        settings = {"": model, "the paper": paper or "", **vars(run), **vars(run.test), "tasks": len(run.tasks)}
+        settings = {
+            "": model,
+            "the paper": "" if paper is None else paper,
+            **vars(run),
+            **vars(run.test),
+            "tasks": len(run.tasks),
+        }
         settings["matrix_std"] = run.matrix_std or "as layers draw them"
         for name in ("mixer", "options", "lr", "seed", "test", "also", "test_every"):  # said otherwise, or no matter
             del settings[name]

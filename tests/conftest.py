@@ -29,6 +29,18 @@ def kernels_stay_inside_their_tensors() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def memory_full_of_nan() -> Iterator[None]:
+    """What is allocated and not yet written reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty_like(torch.ones(3)).isnan().all()
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

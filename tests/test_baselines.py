@@ -272,6 +272,7 @@ def heads(T: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> li
 def test_packed_attention_is_an_op_that_torch_can_trace_and_differentiate():
     q, k, v = (x[0] for x in heads(sum(LENGTHS)))
     torch.library.opcheck(torch.ops.runningtensor.packed_attention.default, (q, k, v, bounds(LENGTHS)))
+    torch.library.opcheck(torch.ops.runningtensor.turns.default, (torch.arange(5), 8, 1e6, torch.float32))
 
 
 @pytest.mark.gpu

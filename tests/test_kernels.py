@@ -196,18 +196,6 @@ def test_equal_keys_do_not_gather_the_rounding_of_the_inverse():
     check(x, bound=3e-3)
 
 
-@pytest.fixture
-def memory_full_of_nan():
-    """What is allocated and not yet written reads as NaN."""
-    torch.use_deterministic_algorithms(True)
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty_like(torch.ones(3)).isnan().all()
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("lengths", (None, LENGTHS), ids=("batch", "packed"))
 @pytest.mark.parametrize(("delta", "decay", "initial"), ((False, False, False), (True, True, True)))
 def test_every_number_returned_was_written_and_none_was_read_before(delta, decay, initial, lengths, memory_full_of_nan):

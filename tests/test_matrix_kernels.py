@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import bounds, everything, gradients, make, near, op
-from test_kernels import DECAYING, DTYPES, RULES, check, memory_full_of_nan, pytestmark  # noqa: F401
+from test_kernels import DECAYING, DTYPES, RULES, check, pytestmark  # noqa: F401
 from test_stress import CASES, DECAYS, equal_keys
 
 from runningtensor.ops.triton import launch, matrix_launch
@@ -90,7 +90,7 @@ def test_an_inverse_too_large_for_float16_is_found_in_other_ways():
 
 @pytest.mark.parametrize("lengths", (None, LENGTHS), ids=("batch", "packed"))
 @pytest.mark.parametrize(("delta", "decay", "initial"), ((False, False, False), (True, True, True)))
-def test_every_number_returned_was_written_and_none_was_read_before(delta, decay, initial, lengths, memory_full_of_nan):  # noqa: F811
+def test_every_number_returned_was_written_and_none_was_read_before(delta, decay, initial, lengths, memory_full_of_nan):
     sizes = {"B": 2, "T": 70} if lengths is None else {"B": 1, "T": sum(lengths), "sequences": len(lengths)}
     x = make(**sizes, H=1, widths=(9,), V=7, delta=delta, decay=decay, initial=initial, dtype=torch.float32)
     for name, y in everything(x, backend="triton", cu_seqlens=None if lengths is None else bounds(lengths)).items():

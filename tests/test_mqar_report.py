@@ -233,7 +233,7 @@ def test_report_is_a_command(tmp_path):
 
 
 def test_every_curve_of_the_capacity_figure_has_a_style():
-    from runningtensor.plots import SERIES
+    from runningtensor.mqar.figures import SERIES
 
     assert {series(each.row) for each in capacity()} < SERIES.keys()
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runningtensor.mqar.grids import CALIBRATED_ON, GRIDS, LENGTHS, PROTOCOL, Cell, cell
-from runningtensor.mqar.grids import TABLE1 as GRID1
+from runningtensor.mqar import grids
+from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
 from runningtensor.mqar.record import Result, Run, identity
 from runningtensor.mqar.sweep import known, read
 
@@ -138,7 +138,7 @@ def report(
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
     console = console or Console()
     cells, path = GRIDS[name](), out / f"{name}.jsonl"
-    results = known(path)
+    own, results = read(path), known(path)
     summaries = summarize(name, cells, results, read(out / "speed.jsonl"))
     if name == "calibration":  # what it might have been is much, and not all of it is worth a run
         summaries = [summary for summary in summaries if summary.runs]
@@ -147,12 +147,12 @@ def report(
     found = {identity(result.run): result for result in results}  # one that is there twice counts last
     used = [result for key, result in found.items() if key in planned]
     console.print(escape(origin(used)), highlight=False)
-    if others := {identity(result.run) for result in read(path)} - planned:
+    if others := {identity(result.run) for result in own} - planned:
         console.print(f"{len(others)} results of {escape(str(path))} are of another protocol and are left out.")
     if used:
         try:
             if name == "calibration":
-                figure = draw_calibration(read(path), out / f"{name}.png")
+                figure = draw_calibration(own, out / f"{name}.png")
             else:
                 figure = draw(name, summaries, out / f"{name}.png", origin(used))
             console.print(f"Wrote {escape(str(figure))}")
@@ -228,7 +228,7 @@ def origin(results: Sequence[Result]) -> str:
 
 
 def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) -> Path:
-    from runningtensor.plots import plot_capacity, plot_recall
+    from runningtensor.mqar.figures import plot_capacity, plot_recall
 
     if name != "capacity":
         lines = [(s.row, s.length, s.published, s.best) for s in summaries]
@@ -248,12 +248,13 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
 
 def draw_calibration(results: Sequence[Result], figure: Path) -> Path:
     """All that was tried at the shortest length, and what was chosen."""
-    from runningtensor.plots import plot_calibration
+    from runningtensor.mqar.figures import plot_calibration
 
     curves = {}
-    for name in CALIBRATED_ON:
-        chosen = cell(name, *GRID1[name], LENGTHS[0], PROTOCOL).runs
-        mine = [x for x in results if (x.run.mixer, x.run.options) == GRID1[name] and x.run.test == chosen[0].test]
+    for name in grids.CALIBRATED_ON:
+        row = grids.TABLE1[name]
+        chosen = grids.cell(name, *row, LENGTHS[0], grids.PROTOCOL).runs
+        mine = [x for x in results if (x.run.mixer, x.run.options) == row and x.run.test == chosen[0].test]
         curves[name] = [
             (
                 x.run in chosen,

@@ -110,6 +110,12 @@ def ordered(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Run]]:
             yield from ((cell, run) for cell, run in zip(same, runs, strict=True) if run is not None)
 
 
+def accuracy(result: Result, cell: tuple[str, int]) -> float:
+    """The best in the test of the cell's length; 0 where it died before one."""
+    score = result.at(cell[1])
+    return score.accuracy if score else 0.0
+
+
 class Plan:
     """Which runs of a grid are still to be done, first things first."""
 
@@ -130,24 +136,21 @@ class Plan:
             self.cells.setdefault(key, []).append(of)
             self.members.setdefault(of, []).append(key)
 
+    def results(self, cell: tuple[str, int]) -> list[Result]:
+        return [self.found[key] for key in self.members[cell] if key in self.found]
+
     def settled(self, cell: tuple[str, int]) -> bool:
         """Whether a run of it was good enough."""
-        scores = [self.found[key].at(cell[1]) for key in self.members[cell] if key in self.found]
-        return any(score is not None and score.accuracy >= GOOD_ENOUGH for score in scores)
+        return any(accuracy(result, cell) >= GOOD_ENOUGH for result in self.results(cell))
 
-    def hopeless(self, key: str, step: int, accuracy: float) -> bool:
-        """Whether a run under way need not end, for any cell it is of."""
+    def bar(self, key: str) -> float:
+        """The accuracy below which a run is given up after half its steps: too little for any cell it is of."""
         run = self.runs[key]
-        if self.all_runs or run.schedule != "cosine" or step < run.steps / 2:
-            return False
-        for cell in self.cells[key]:
-            found = [self.found[other] for other in self.members[cell] if other in self.found]
-            best = max(found, key=lambda result: score.accuracy if (score := result.at(cell[1])) else 0.0, default=None)
-            if best is None or best.run.lr == run.lr or best.accuracy < HOPELESS:
-                return False
-            if accuracy >= HOPELESS * best.accuracy:
-                return False
-        return True
+        if self.all_runs or run.schedule != "cosine":
+            return 0.0
+        bests = [max(self.results(cell), key=lambda x: accuracy(x, cell), default=None) for cell in self.cells[key]]
+        far = [x.accuracy for x in bests if x is not None and x.run.lr != run.lr and x.accuracy >= HOPELESS]
+        return HOPELESS * min(far) if len(far) == len(bests) else 0.0
 
     def left(self) -> list[str]:
         open_cells = {cell for cell in self.members if self.all_runs or not self.settled(cell)}
@@ -238,10 +241,12 @@ def run_cells(
                 forget(kept(running, key))
 
         def give_up_hopeless() -> None:
-            for key, job in active.items():
-                if key not in given_up and plan.hopeless(key, *job.progress()):
-                    given_up.add(key)
-                    job.stop()
+            for key in active.keys() - given_up:
+                if bar := plan.bar(key):
+                    step, accuracy = active[key].progress()
+                    if step >= plan.runs[key].steps / 2 and accuracy < bar:
+                        given_up.add(key)
+                        active[key].stop()
 
         def collect(stopping: bool = False) -> None:
             for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:

@@ -6,7 +6,7 @@ Of κ and φ: multipliers, a row each; bases, a row a token, with decays folded 
 import triton
 import triton.language as tl
 
-from runningtensor.ops.triton.forward import decays, double, invert, load_rows, locate, within
+from runningtensor.ops.triton.forward import decays, invert_by_doubling, load_rows, locate, within
 
 
 @triton.jit
@@ -101,16 +101,7 @@ def pack_kernel(
         b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
         L = tl.dot(ck, tl.trans(ck)) * tl.dot(cr, tl.trans(cr))
         L = within(L, d, i, False, True, DECAY) * b[:, None]
-        M = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        M -= tl.where((i // 2)[:, None] == (i // 2)[None, :], L, 0.0)
-        M = double(L, M, i, 2, "fp16")
-        M = double(L, M, i, 4, "fp16")
-        M = double(L, M, i, 8, "fp16")
-        M = double(L, M, i, 16, "fp16")
-        M = double(L, M, i, 32, "fp16")
-        if tl.sum((tl.abs(M) < 32768.0).to(tl.int32)) < 4096:  # or NaN: not a case for float16
-            M = invert(L, 64, "tf32")
-        M = M.to(dt)
+        M = invert_by_doubling(L, i, "fp16").to(dt)
         tl.store(inverse + saved, M, mask=inside[:, None])
     P = tl.dot(cq, tl.trans(ck)) * tl.dot(cu, tl.trans(cr))
     P = within(P, d, i, False, False, DECAY).to(dt)

@@ -14,8 +14,7 @@ from runningtensor.ops.triton.backward import log_gradient, row_sums
 from runningtensor.ops.triton.forward import (
     decays,
     dot,
-    double,
-    invert,
+    invert_by_doubling,
     key_products,
     load_rows,
     locate,
@@ -64,23 +63,21 @@ def prepare_kernel(
         if SOLVE:
             L = tl.where(i[:, None] > i[None, :], G * key_products(k, k, row, inside, K, 64, BK, PREC), 0.0)
             L *= tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-            M = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-            M -= tl.where((i // 2)[:, None] == (i // 2)[None, :], L, 0.0)
-            M = double(L, M, i, 2, DOUBLE)
-            M = double(L, M, i, 4, DOUBLE)
-            M = double(L, M, i, 8, DOUBLE)
-            M = double(L, M, i, 16, DOUBLE)
-            M = double(L, M, i, 32, DOUBLE)
-            if DOUBLE == "fp16":  # noqa: SIM102
-                if tl.sum((tl.abs(M) < 32768.0).to(tl.int32)) < 4096:  # or NaN: not a case for float16
-                    M = invert(L, 64, "tf32")
-            M = M.to(dt)
+            M = invert_by_doubling(L, i, DOUBLE).to(dt)
             tl.store(inverse + saved, M, mask=inside[:, None])
         else:
             M = tl.load(inverse + saved, mask=inside[:, None], other=0.0)
         P = dot(P.to(dt), M, PREC)
     at = (m.to(tl.int64) * H + h) * 4096 + i[:, None] * 64 + i[None, :]
     tl.store(mixed + at, P.to(dt))
+
+
+@triton.jit
+def columns(K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr):
+    """This program's value columns, the cells of a state [K,V] in them, and which of these there are."""
+    w = tl.arange(0, KP)
+    ov = tl.program_id(1) * BV + tl.arange(0, BV)
+    return ov, w[:, None] * V + ov[None, :], (w < K)[:, None] & (ov < V)[None, :]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -120,10 +117,7 @@ def scan_kernel(
     start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, 64, PACKED)
     dt = v.dtype.element_ty
     i = tl.arange(0, 64)
-    w = tl.arange(0, KP)
-    ov = tl.program_id(1) * BV + tl.arange(0, BV)
-    cell = w[:, None] * V + ov[None, :]
-    is_cell = (w < K)[:, None] & (ov < V)[None, :]
+    ov, cell, is_cell = columns(K, V, KP, BV)
     S = tl.zeros([KP, BV], tl.float32)
     if INITIAL:
         S = tl.load(initial + tl.program_id(0).to(tl.int64) * (K * V) + cell, mask=is_cell, other=0.0)
@@ -146,8 +140,7 @@ def scan_kernel(
             b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
             E = ((X - recall) * b[:, None]).to(dt)
             M = tl.load(inverse + first * 64 + row[:, None] * 64 + i[None, :], mask=inside[:, None], other=0.0)
-            Z = dot(M, E, PREC)
-            X = Z.to(dt)
+            X = dot(M, E, PREC).to(dt)
             if SAVE:
                 tl.store(recalled + first * V + at, recall.to(dt), mask=mask)
                 tl.store(writes + first * V + at, X, mask=mask)
@@ -198,10 +191,7 @@ def reverse_kernel(
     start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, 64, PACKED)
     dt = dout.dtype.element_ty
     i = tl.arange(0, 64)
-    w = tl.arange(0, KP)
-    ov = tl.program_id(1) * BV + tl.arange(0, BV)
-    cell = w[:, None] * V + ov[None, :]
-    is_cell = (w < K)[:, None] & (ov < V)[None, :]
+    ov, cell, is_cell = columns(K, V, KP, BV)
     dS = tl.zeros([KP, BV], tl.float32)
     if FINAL:
         dS = tl.load(dfinal + tl.program_id(0).to(tl.int64) * (K * V) + cell, mask=is_cell, other=0.0)
@@ -223,13 +213,14 @@ def reverse_kernel(
         _, before, after, total = decays(log_decay, first, row, i, end - t0, H, 64, DECAY)
         dSd = dS.to(dt)
         tl.store(dstates + place * (K * V) + cell, dSd, mask=is_cell)
-        Y = dot(bk, dSd, PREC) * after[:, None]
-        dE = dot(tl.trans(PM), bdo, PREC, Y)
+        dE = dot(bk, dSd, PREC) * after[:, None]
         if DELTA:
             M = tl.load(inverse + first * 64 + row[:, None] * 64 + i[None, :], mask=inside[:, None], other=0.0)
-            Y = dot(tl.trans(M), Y.to(dt), PREC, dot(tl.trans(PM), bdo, PREC))
+            Y = dot(tl.trans(M), dE.to(dt), PREC, dot(tl.trans(PM), bdo, PREC))
             tl.store(solved + first * V + at, Y.to(dt), mask=mask)
             dE = Y * tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        else:
+            dE = dot(tl.trans(PM), bdo, PREC, dE)
         tl.store(dv + first * V + at, dE.to(dt), mask=mask)
         if DECAY:
             bdo = (bdo * before[:, None]).to(dt)

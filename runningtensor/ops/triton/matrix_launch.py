@@ -1,4 +1,4 @@
-"""Launches the kernels for matrix states: as launch.py does those for any order, where `takes` says so."""
+"""Launches the kernels for matrix states: as launch.py does those for any order, where its `on_matrix` says so."""
 
 from typing import Any
 

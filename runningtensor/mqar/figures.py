@@ -1,0 +1,120 @@
+"""The figures of the tables: bars beside what was published, curves of calibration, recall against state."""
+
+from pathlib import Path
+
+LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
+SERIES = {
+    "order 2": ("#E69F00", "o"),
+    "order 3": ("#0072B2", "s"),
+    "order 4": ("#009E73", "^"),
+    "RunningTensor, r = k, u = q": ("#56B4E9", "P"),
+    "Gated DeltaNet, 131k state": ("#D55E00", "D"),
+    "Gated DeltaNet, published": ("#D55E00", "D"),
+    "Flash-VQG, published": ("#000000", "v"),
+}
+
+
+def plot_recall(
+    lines: list[tuple[str, int, float | None, float | None]],  # row, length, published, ours
+    figure: Path,
+    title: str,
+    caption: str,
+) -> None:
+    """A group of bars a row, a bar a length, and where it was published a diamond; what was not run says so."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows, lengths = list(dict.fromkeys(x[0] for x in lines)), sorted({x[1] for x in lines})
+    colours = dict(zip(lengths, LENGTH_COLOURS, strict=False))
+    thick = 0.8 / len(lengths)
+    shape, ax = plt.subplots(figsize=(10, 1.2 + 0.24 * len(lines)), layout="constrained")
+    for row, length, published, ours in lines:
+        y = rows.index(row) + (lengths.index(length) - (len(lengths) - 1) / 2) * thick
+        if ours is not None:
+            ax.barh(y, ours, 0.9 * thick, color=colours[length])
+        text, grey = ("not run", "0.6") if ours is None else (f"{ours:.1f}", "0.1")
+        ax.annotate(text, (110, y), ha="right", va="center", fontsize="small", color=grey)
+        if published is not None:
+            ax.plot(published, y, "D", color="white", markeredgecolor="black", markersize=5.5, zorder=3, clip_on=False)
+    for length in lengths:
+        ax.barh(0, 0, color=colours[length], label=f"{length:,} tokens")
+    ax.plot([], [], "D", color="white", markeredgecolor="black", label="published")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 110)
+    ax.set_xticks(range(0, 101, 20))
+    ax.set_title(title, loc="left", fontweight="bold")
+    ax.grid(alpha=0.25, axis="x")
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    shape.legend(loc="outside lower center", ncols=len(lengths) + 1, frameon=False)
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+def plot_calibration(
+    curves: dict[str, list[tuple[bool, list[float], list[float]]]],
+    published: dict[str, float],
+    figure: Path,
+    caption: str,
+) -> None:
+    """Of each model a panel: accuracy against the share of its steps, bold under the protocol, faint in its drafts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shape, axes = plt.subplots(
+        1, len(curves), figsize=(4 * len(curves), 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for ax, (name, runs) in zip(axes[0], curves.items(), strict=True):
+        for chosen, shares, accuracies in sorted(runs):
+            look = {"color": "#0072B2", "linewidth": 2.5} if chosen else {"color": "0.75", "linewidth": 1}
+            ax.plot(shares, accuracies, **look)
+        ax.axhline(published[name], color="#D55E00", linestyle="--", linewidth=1)
+        ax.text(0, published[name] - 1, "the paper", color="#D55E00", va="top", fontsize="small")
+        ax.set_title(name, loc="left", fontweight="bold")
+        ax.set_xlabel("steps (%)")
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("recall (micro-F1, %): bold under the protocol,\nfaint in drafts of it; a line a run")
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, caption: str) -> None:
+    """Accuracy against the floats of a state, a panel for each length of the test; hollow: what others published."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lengths = sorted({point[1] for point in points})
+    found = {point[0] for point in points}
+    styles = {name: style for name, style in SERIES.items() if name in found}
+    shape, axes = plt.subplots(
+        1, len(lengths), figsize=(4 * len(lengths), 4.6), layout="constrained", sharey=True, squeeze=False
+    )
+    for ax, length in zip(axes[0], lengths, strict=True):
+        for name, (colour, marker) in styles.items():
+            curve = sorted((x, y) for series, at, x, y in points if series == name and at == length)
+            inside = "white" if name.endswith("published") else colour
+            style = {"color": colour, "marker": marker, "markerfacecolor": inside, "markersize": 8, "linewidth": 2}
+            if curve:
+                ax.plot(*zip(*curve, strict=True), **style, label=name)
+        ax.set_xscale("log")
+        ax.set_ylim(-3, 103)
+        ax.set_xlabel("floats of a layer's state")
+        ax.set_title(f"{length:,} tokens, {length // 4:,} pairs", loc="left", fontweight="bold")
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("recalled (%)")
+    handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    shape.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
