@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper, hopper_gradients, hopper_launch, hopper_pack
+from runningtensor.ops.triton import forward, hopper, hopper_gradients, hopper_launch
 from runningtensor.ops.triton.shape import Shape
 
 pytestmark = pytest.mark.skipif(
@@ -164,8 +164,8 @@ def test_a_chunk_is_packed_as_the_formulas_say(width, delta, decay, dtype, packe
 @pytest.fixture
 def inversions(monkeypatch):
     """Grows by one with every chunk that is inverted again."""
-    calls, invert = [], hopper_pack.invert
-    monkeypatch.setattr(hopper_pack, "invert", lambda *arguments: calls.append(arguments) or invert(*arguments))
+    calls, invert = [], forward.invert
+    monkeypatch.setattr(forward, "invert", lambda *arguments: calls.append(arguments) or invert(*arguments))
     return calls
 
 
