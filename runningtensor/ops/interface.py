@@ -227,11 +227,12 @@ def available_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
 def two_modes(modes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """All modes but the last become one: k' = k_1 ⊗ k_2 ⊗ … So does a last of width 1, and one of ones follows instead,
     as in order 2."""
-    first, *rest = modes
-    last = rest.pop() if rest and rest[-1].shape[-1] != 1 else None
-    for mode in rest:
+    # By slices: in torch 2.11, torch.compile makes the rest of a starred assignment a tuple.
+    narrow = len(modes) == 1 or modes[-1].shape[-1] == 1
+    first = modes[0]
+    for mode in modes[1:] if narrow else modes[1:-1]:
         first = chunk.kron(first.to(state_dtype(first)), mode)  # a product of two bfloat16 is not one
-    return first, modes[0].new_ones(*first.shape[:-1], 1) if last is None else last
+    return first, modes[0].new_ones(*first.shape[:-1], 1) if narrow else modes[-1]
 
 
 def _recurrent(
