@@ -1,4 +1,4 @@
-"""A sweep runs each run once, however often it is killed, and gives up what is far behind."""
+"""A sweep runs each run once, however often it is killed."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class Pretended:
 
     def __init__(self, accuracies, stopping=None):
         self.accuracies, self.started, self.killed = accuracies, [], []
-        self.stopping, self.asked, self.progress = stopping or {}, [], {}
+        self.stopping, self.asked = stopping or {}, []
 
     def __call__(self, run):
         self.started.append(run.seed)
@@ -61,7 +61,7 @@ class Job:
         return found if found is None or isinstance(found, Result) else result(self.run, found)
 
     def progress(self):
-        return self.all.progress.get(self.run.seed, (0, 0.0))
+        return 0, 0.0
 
     def stop(self):
         self.all.asked.append(self.run.seed)
@@ -159,72 +159,6 @@ def test_of_runs_that_are_asked_to_stop_those_that_finish_are_results(path):
     start = Pretended({}, stopping={0: unfinished, 1: died, 2: 0.7})
     assert run_all(cells((0, 1, 2)), path, start, jobs=3, minutes=0.001) == 2
     assert not start.killed and [found.run.seed for found in read(path)] == [2]
-
-
-def hopeless(accuracy, step=50, best=0.8, schedule="cosine"):
-    """Seed 0 has found `best`; seed 1, at another learning rate, is here after so many of 100 steps."""
-    each = {"steps": 100, "schedule": schedule}
-    grid = [Cell("row", 16, (run(0, **each), run(1, lr=1e-2, **each), run(2, **each)))]
-    unfinished = replace(result(grid[0].runs[1], accuracy), finished="")
-    start = Pretended(
-        {0: result(grid[0].runs[0], best), 2: result(grid[0].runs[2], best / 2)}, stopping={1: unfinished}
-    )
-    start.progress[1] = (step, accuracy)
-    return grid, start
-
-
-def test_a_run_far_behind_another_after_half_its_steps_is_given_up(path):
-    grid, start = hopeless(0.079)
-    assert run_all(grid, path, start, jobs=2) == 0
-    given = {found.run.seed: found.given_up for found in read(path)}
-    assert start.asked == [1] and given == {0: False, 1: True, 2: False} and not start.killed
-    start.started.clear()
-    assert run_all(grid, path, start) == 0 and not start.started
-    start.accuracies[1] = result(grid[0].runs[1], 0.9)
-    assert run_all(grid, path, start, all_runs=True) == 0 and start.started == [1]  # if all are asked for, it too
-    assert not Store(path).found[identity(grid[0].runs[1])].given_up
-
-
-def test_what_another_grid_has_finished_counts_though_it_was_given_up_here(tmp_path):
-    ours, theirs = tmp_path / "table1.jsonl", tmp_path / "table2.jsonl"
-    given = replace(result(run(0), 0.01), given_up=True)
-    for file, found in ((ours, given), (theirs, result(run(0), 0.9))):
-        file.write_text(to_json(found) + "\n")
-    assert Store(ours).found[identity(run(0))].accuracy == 0.9
-
-
-def test_a_run_of_several_lengths_is_judged_by_the_best_of_each(path):
-    also = {"also": (Task(32, 2, vocab_size=16),), "steps": 100, "schedule": "cosine"}
-    runs = (run(0, **also), run(1, lr=1e-2, **also), run(2, lr=1e-2, **also))
-    # The first is best where sequences are short, the second, with the learning rate of the third, where they are long.
-    start = Pretended({0: result(runs[0], 0.8, 0.1), 1: result(runs[1], 0.7, 0.6)})
-    start.progress[2] = (50, 0.0)
-    assert run_all([Cell("row", 16, runs), Cell("row", 32, runs)], path, start, jobs=3, minutes=0.01) == 1
-
-
-@pytest.mark.parametrize(
-    "less",
-    (
-        {"accuracy": 0.081},
-        {"accuracy": 0.0, "step": 49},
-        {"accuracy": 0.0, "best": 0.09},
-        {"accuracy": 0.0, "schedule": "constant"},
-    ),
-    ids=("a tenth", "before half", "of little", "at a constant rate"),
-)
-def test_a_run_that_may_yet_be_the_best_goes_on(path, less):
-    grid, start = hopeless(**less)
-    assert run_all(grid, path, start, jobs=2, minutes=0.01) == 1 and not start.killed
-    assert [found.run.seed for found in read(path)] == [0, 2]  # 1 was asked to stop at the deadline alone
-
-
-def test_no_run_is_given_up_at_the_learning_rate_of_the_best_or_where_all_are_asked_for(path):
-    grid, start = hopeless(0.0)
-    grid[0] = replace(grid[0], runs=tuple(replace(each, lr=1e-3) for each in grid[0].runs))
-    start.accuracies[0], start.accuracies[2] = result(grid[0].runs[0], 0.8), result(grid[0].runs[2], 0.3)
-    assert run_all(grid, path, start, jobs=2, minutes=0.01) == 1
-    grid, start = hopeless(0.0)
-    assert run_all(grid, path.with_name("other.jsonl"), start, jobs=2, minutes=0.01, all_runs=True) == 1
 
 
 def test_every_row_has_a_run_before_any_has_two_and_short_ones_come_first():

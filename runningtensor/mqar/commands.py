@@ -149,7 +149,7 @@ def sweep(
     out: OUT = Path("results/mqar"),
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
     device: DEVICE = None,
-    all_runs: Annotated[bool, typer.Option(help="Also of cells that have one of 99.95%; none is given up.")] = False,
+    all_runs: Annotated[bool, typer.Option(help="Also of cells that have one of 99.95%.")] = False,
     retry: Annotated[bool, typer.Option(help="Run again what died.")] = False,
 ) -> None:
     """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""

@@ -47,9 +47,6 @@ class Protocol:
 
 PROTOCOL = Protocol()
 GOOD_ENOUGH = 0.9995  # accuracy: a cell that has a run this good needs no other, and such a run no more steps
-# A run with a cosine is given up after half its steps if its accuracy is below a tenth of the best of its cell, at
-# another learning rate: none has made up for so much after that. Where the best is below a tenth itself, none is.
-HOPELESS = 0.1
 LENGTHS = (1024, 2048, 4096)
 
 Options = tuple[str, dict[str, object]]  # a mixer and its options

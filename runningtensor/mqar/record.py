@@ -125,7 +125,6 @@ class Result:
     origin: dict[str, Any] = field(default_factory=dict)
     finished: str = ""  # UTC; empty: not yet
     failed: str = ""  # why it ended before it should have
-    given_up: bool = False  # by its sweep, since its cell had one far better
 
     @property
     def best(self) -> Point | None:

@@ -69,7 +69,6 @@ class Summary:
     state_floats: int | None = None
     runs: int = 0
     failed: int = 0
-    given_up: int = 0
     planned: int = 0
 
 
@@ -99,7 +98,6 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
     counts = {
         "runs": len(results),
         "failed": sum(bool(result.failed) for result in results),
-        "given_up": sum(result.given_up for result in results),
         "planned": len(cell.runs),
     }
     if not scored:
@@ -191,7 +189,7 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
 def cells_of(s: Summary) -> list[str]:
     paper = "" if s.published is None else f"{s.published:.1f}"
     runs = f"{s.runs} of {s.planned}"
-    runs += "".join(f", {n} {how}" for n, how in ((s.failed, "failed"), (s.given_up, "given up")) if n)
+    runs += f", {s.failed} failed" if s.failed else ""
     if s.best is None or s.macro_f1 is None:
         return [number(s.length), paper, "missing", "", "", "", "", runs]
     spread = f"{s.mean:.2f}" + (f" ± {s.std:.2f}" if s.std is not None else "") + f" ({s.seeds})"

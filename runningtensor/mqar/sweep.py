@@ -23,8 +23,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.bench.provenance import cores
-from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, HOPELESS, Cell
-from runningtensor.mqar.record import Result, Run, identity, now, parsed, to_json
+from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
+from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
 from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
 
@@ -92,11 +92,10 @@ def read(path: Path) -> list[Result]:
 
 
 def known(path: Path) -> list[Result]:
-    """Those of other grids in the folder, and then a grid's own: a run that several have is done once. The last counts,
-    so what was given up comes first: another may have finished it."""
+    """Those of other grids in the folder, and then a grid's own: a run that several have is done once."""
     others = [path.with_name(f"{name}.jsonl") for name in GRIDS]
     files = (*(other for other in others if other != path), path)
-    return sorted((result for file in files for result in read(file)), key=lambda result: not result.given_up)
+    return [result for file in files for result in read(file)]
 
 
 # -- The sweep ---------------------------------------------------------------------------------------------------------
@@ -122,11 +121,7 @@ class Plan:
     def __init__(self, cells: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool) -> None:
         self.found, self.all_runs = found, all_runs
         # One that came as far as a test has failed for good: its loss was no number, and will be none again.
-        self.tried = {
-            key
-            for key, result in found.items()
-            if not (retry and result.failed and not result.curve) and not (all_runs and result.given_up)
-        }
+        self.tried = {key for key, result in found.items() if not (retry and result.failed and not result.curve)}
         self.runs: dict[str, Run] = {}  # by identity: what two cells share is done once
         self.cells: dict[str, list[tuple[str, int]]] = {}  # of a run
         self.members: dict[tuple[str, int], list[str]] = {}  # of a cell
@@ -142,15 +137,6 @@ class Plan:
     def settled(self, cell: tuple[str, int]) -> bool:
         """Whether a run of it was good enough."""
         return any(accuracy(result, cell) >= GOOD_ENOUGH for result in self.results(cell))
-
-    def bar(self, key: str) -> float:
-        """The accuracy below which a run is given up after half its steps: too little for any cell it is of."""
-        run = self.runs[key]
-        if self.all_runs or run.schedule != "cosine":
-            return 0.0
-        bests = [max(self.results(cell), key=lambda x: accuracy(x, cell), default=None) for cell in self.cells[key]]
-        far = [x.accuracy for x in bests if x is not None and x.run.lr != run.lr and x.accuracy >= HOPELESS]
-        return HOPELESS * min(far) if len(far) == len(bests) else 0.0
 
     def left(self) -> list[str]:
         open_cells = {cell for cell in self.members if self.all_runs or not self.settled(cell)}
@@ -228,7 +214,6 @@ def run_cells(
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     console = console or Console()
     active: dict[str, Job] = {}
-    given_up: set[str] = set()
     with closing(Store(path)) as store:
         plan = Plan(cells, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
@@ -240,19 +225,9 @@ def run_cells(
                 active.pop(key).kill()
                 forget(kept(running, key))
 
-        def give_up_hopeless() -> None:
-            for key in active.keys() - given_up:
-                if bar := plan.bar(key):
-                    step, accuracy = active[key].progress()
-                    if step >= plan.runs[key].steps / 2 and accuracy < bar:
-                        given_up.add(key)
-                        active[key].stop()
-
         def collect(stopping: bool = False) -> None:
             for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:
                 del active[key]
-                if key in given_up and result.curve and not result.finished:
-                    result.given_up, result.finished = True, now()
                 if not result.finished or (stopping and result.failed):  # stopped, perhaps before it could listen
                     continue
                 result.origin["at_once"] = jobs
@@ -277,7 +252,6 @@ def run_cells(
             with live if console.is_terminal else nullcontext():
                 while (left := plan.left()) and time.monotonic() < deadline:
                     drop_needless()
-                    give_up_hopeless()
                     for key in [key for key in left if key not in active][: jobs - len(active)]:
                         active[key] = start(plan.runs[key])
                     time.sleep(PAUSE)
@@ -306,9 +280,8 @@ class Board:
             return f"[red]failed[/] {self.plan.name(key)}: {escape(result.failed)}"
         scores = [result.at(task.length) for task in result.run.tests]
         found = " ".join(f"{100 * score.accuracy:.2f}" for score in scores if score)
-        ended = ", given up" if result.given_up else ""
         steps = f"{result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
-        return f"{found:>6} {self.plan.name(key)}: {steps}{ended}"
+        return f"{found:>6} {self.plan.name(key)}: {steps}"
 
     def show(self) -> Group:
         table = Table("running", "step", "accuracy", box=SIMPLE, pad_edge=False)
