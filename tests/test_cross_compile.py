@@ -46,7 +46,7 @@ SPILLS: dict[tuple[int, ...], dict[str, int]] = {
     (16, 16, 64): {"hopper_pack.pack_kernel": 240},
     (24, 24, 48): {"hopper_pack.pack_kernel": 100},
     (128, 1, 64): {"matrix.gradients_kernel": 300},
-    (256, 1, 256): {"matrix.gradients_kernel": 200},
+    (256, 1, 256): {"matrix.reverse_kernel": 100, "matrix.gradients_kernel": 200},
     (128, 1, 128): {"forward.local_kernel": 1200, "backward.reverse_kernel": 160, "backward.gradients_kernel": 3400},
 }
 

@@ -20,7 +20,7 @@ from runningtensor.ops.triton.step import step_kernel
 
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 INTERPRETED = isinstance(scan_kernel, InterpretedFunction)
-# Kernels for matrix states are right in the interpreter and have yet to be seen on a GPU: there only where asked for.
+# Kernels for matrix states are right in the interpreter and have yet to be so on a GPU: there only where asked for.
 MATRIX_KERNELS = INTERPRETED or (os.environ.get("RUNNINGTENSOR_MATRIX_KERNELS") == "1" and VERSION >= (3, 7, 1))
 
 
@@ -68,9 +68,7 @@ def on_matrix(K: int, R: int, chunk: int, v: Tensor) -> bool:
 
 
 def inverse_dtype(K: int, R: int, chunk: int, v: Tensor) -> torch.dtype:
-    """Where P is multiplied by the inverse before it is rounded, that may be; else all of its digits are needed."""
-    rounded = on_hopper(K, R, chunk, v) or on_matrix(K, R, chunk, v)
-    return v.dtype if rounded else torch.float32
+    return v.dtype if on_hopper(K, R, chunk, v) else torch.float32
 
 
 def invert(inputs: Inputs, x: Shape) -> Tensor:

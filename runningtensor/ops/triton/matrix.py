@@ -1,8 +1,10 @@
 """Kernels for matrix states: order 2, where κ is k and φ is q, in half precision and chunks of 64.
 
 The forms of forward.py and backward.py, with what a matrix state allows: it stays in registers from the first chunk to
-the last, and the inverse is used as on Hopper (hopper_pack.py), [X; PX] = [M; PM] E and Y = Mᵀ κdS' + (PM)ᵀ dO, where M
-is rounded as the values are. `prepare_kernel` makes M and PM for all chunks; the scans read them.
+the last, and the inverse is used as on Hopper (hopper_pack.py), [X; PX] = [M; PM] E and Y = Mᵀ κdS' + (PM)ᵀ dO.
+`prepare_kernel` makes M and PM for all chunks; the scans read them. M comes in two PARTS where values are half precise,
+as they are and what that rounds away: where keys repeat, its entries do too, and sums that ought to telescope would
+gather 64 times what one entry errs.
 
 Results of dots are transposed into others here, which Triton before 3.7.1 miscompiles on Hopper: it is not used there.
 """
@@ -29,7 +31,7 @@ def prepare_kernel(
     k,
     beta,
     log_decay,
-    inverse,  # DELTA: M [·,H,64], written if SOLVE, else read
+    inverse,  # DELTA: M [·,H,PARTS,64], written if SOLVE, else read
     mixed,  # PM, or P without the delta rule [M,H,64,64]
     cu_seqlens,
     chunk_starts,
@@ -43,6 +45,7 @@ def prepare_kernel(
     PACKED: tl.constexpr,
     SOLVE: tl.constexpr,
     DOUBLE: tl.constexpr,
+    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     m, h = tl.program_id(0), tl.program_id(1)
@@ -59,17 +62,27 @@ def prepare_kernel(
     G = within(tl.full([64, 64], 1.0, tl.float32), d, i, False, False, DECAY)
     P = G * key_products(q, k, row, inside, K, 64, BK, PREC)
     if DELTA:
-        saved = first * 64 + row[:, None] * 64 + i[None, :]
+        saved = inverse_cells(first, row, i, PARTS)
         if SOLVE:
             L = tl.where(i[:, None] > i[None, :], G * key_products(k, k, row, inside, K, 64, BK, PREC), 0.0)
             L *= tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-            M = invert_by_doubling(L, i, DOUBLE).to(dt)
-            tl.store(inverse + saved, M, mask=inside[:, None])
+            M = invert_by_doubling(L, i, DOUBLE)
+            most = M.to(dt)
+            tl.store(inverse + saved, most, mask=inside[:, None])
+            if PARTS == 2:
+                tl.store(inverse + saved + 64, (M - most).to(dt), mask=inside[:, None])
         else:
-            M = tl.load(inverse + saved, mask=inside[:, None], other=0.0)
-        P = dot(P.to(dt), M, PREC)
+            M = tl.load(inverse + saved, mask=inside[:, None], other=0.0).to(tl.float32)
+            if PARTS == 2:
+                M += tl.load(inverse + saved + 64, mask=inside[:, None], other=0.0)
+        P = dot(P, M, "tf32" if PARTS == 2 else PREC)
     at = (m.to(tl.int64) * H + h) * 4096 + i[:, None] * 64 + i[None, :]
     tl.store(mixed + at, P.to(dt))
+
+
+@triton.jit
+def inverse_cells(first, row, i, PARTS: tl.constexpr):
+    return first * (64 * PARTS) + row[:, None] * (64 * PARTS) + i[None, :]
 
 
 @triton.jit
@@ -110,6 +123,7 @@ def scan_kernel(
     FINAL: tl.constexpr,
     OUT: tl.constexpr,
     SAVE: tl.constexpr,
+    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """One program a sequence, head and BV value columns. OUT: write outputs. SAVE: write what the backward needs."""
@@ -139,8 +153,11 @@ def scan_kernel(
             recall = dot(bk, Sd, PREC) * before[:, None]
             b = tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)
             E = ((X - recall) * b[:, None]).to(dt)
-            M = tl.load(inverse + first * 64 + row[:, None] * 64 + i[None, :], mask=inside[:, None], other=0.0)
-            X = dot(M, E, PREC).to(dt)
+            M = inverse + inverse_cells(first, row, i, PARTS)
+            X = dot(tl.load(M, mask=inside[:, None], other=0.0), E, PREC)
+            if PARTS == 2:
+                X = dot(tl.load(M + 64, mask=inside[:, None], other=0.0), E, PREC, X)
+            X = X.to(dt)
             if SAVE:
                 tl.store(recalled + first * V + at, recall.to(dt), mask=mask)
                 tl.store(writes + first * V + at, X, mask=mask)
@@ -185,6 +202,7 @@ def reverse_kernel(
     PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
+    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -215,8 +233,11 @@ def reverse_kernel(
         tl.store(dstates + place * (K * V) + cell, dSd, mask=is_cell)
         dE = dot(bk, dSd, PREC) * after[:, None]
         if DELTA:
-            M = tl.load(inverse + first * 64 + row[:, None] * 64 + i[None, :], mask=inside[:, None], other=0.0)
-            Y = dot(tl.trans(M), dE.to(dt), PREC, dot(tl.trans(PM), bdo, PREC))
+            M = inverse + inverse_cells(first, row, i, PARTS)
+            Y = dot(tl.trans(PM), bdo, PREC)
+            Y = dot(tl.trans(tl.load(M, mask=inside[:, None], other=0.0)), dE.to(dt), PREC, Y)
+            if PARTS == 2:
+                Y = dot(tl.trans(tl.load(M + 64, mask=inside[:, None], other=0.0)), dE.to(dt), PREC, Y)
             tl.store(solved + first * V + at, Y.to(dt), mask=mask)
             dE = Y * tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
         else:

@@ -30,10 +30,20 @@ def prepare(inputs: Inputs, x: Shape, inverse: Tensor | None, backward: bool = F
         BK=min(64, power(x.K, 16)),
         SOLVE=x.delta and not backward,
         DOUBLE="fp16" if v.dtype != torch.float32 else "ieee",
+        PARTS=parts(v),
         num_warps=4,
         **constants(x),
     )
     return mixed
+
+
+def in_parts(inverse: Tensor | None, v: Tensor) -> Tensor | None:
+    """Float32 has the room of the two half precise parts that M is kept in."""
+    return None if inverse is None else inverse.view(v.dtype)
+
+
+def parts(v: Tensor) -> int:
+    return 4 // v.element_size()
 
 
 def constants(x: Shape) -> dict[str, Any]:
@@ -51,8 +61,8 @@ def scans(x: Shape, v: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
         roomy = getattr(gpu, "shared_memory_per_block_optin", 0) >= 200 * 1024
     KP = power(x.K, 16)
     BV = min(power(x.V, 16), 16 if not many else 64 if roomy and KP <= 128 else 32)
-    blocks = dict(V=x.V, KP=KP, BV=BV, num_warps=8 if KP * BV > 4096 else 4)
-    blocks["num_stages"] = 3 if roomy and KP <= 128 else 2
+    blocks = dict(V=x.V, KP=KP, BV=BV, PARTS=parts(v), num_warps=8 if KP * BV > 4096 else 4)
+    blocks["num_stages"] = 1 + roomy + (KP <= 128)
     return (x.sequences * x.H, cdiv(x.V, BV)), blocks | constants(x)
 
 
@@ -62,10 +72,11 @@ def forward(
     """As `launch.forward`."""
     v = inputs[4]
     out = torch.empty_like(v)
-    inverse = v.new_empty(*v.shape[:3], 64) if x.delta else None
+    inverse = v.new_empty(*v.shape[:3], 64, dtype=torch.float32) if x.delta else None
     final = v.new_empty(x.sequences, x.H, x.K, 1, x.V, dtype=torch.float32) if keep else None
-    mixed = prepare(inputs, x, inverse)
-    scan(inputs, x, inverse, mixed, initial_state, final=final, out=out)
+    halves = in_parts(inverse, v)
+    mixed = prepare(inputs, x, halves)
+    scan(inputs, x, halves, mixed, initial_state, final=final, out=out)
     return out, final, inverse
 
 
@@ -120,6 +131,7 @@ def backward(
     """Fills the gradients of q, k, v, beta and log_decay and returns that of the initial state."""
     q, k, _, _, v, beta, log_decay = inputs
     dq, dk, dv, dbeta, dlog = gradients
+    inverse = in_parts(inverse, v)
     states = v.new_empty(x.chunks, x.H, x.K, x.V)
     dstates = torch.empty_like(states)
     recalled, writes, solved = (torch.empty_like(v) for _ in range(3)) if x.delta else (None, v, None)
