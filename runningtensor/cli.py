@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from runningtensor.commands import DEVICE, plainly
+from runningtensor.commands import DEVICE, MODEL, loadable, plainly
 from runningtensor.mqar.commands import app as mqar
 from runningtensor.pretrain.commands import app as pretrain
 
@@ -74,9 +74,6 @@ def demo(
     from runningtensor.mqar.demo import demo
 
     demo(out, console, steps=steps, minutes=minutes, seed=seed)
-
-
-MODEL = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]
 
 
 @app.command()
@@ -159,7 +156,7 @@ def export(
 
 @app.command()
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Folders, or names on the Hugging Face hub.")],
+    models: Annotated[list[str], typer.Argument(callback=loadable, help="Folders, or names on the Hugging Face hub.")],
     suite: Annotated[
         list[str] | None,
         typer.Option(help="language (the default), retrieval, needle, recall or all; may be repeated."),

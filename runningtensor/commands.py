@@ -1,8 +1,10 @@
 """What commands share."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +29,18 @@ def there(device: str | None) -> str | None:
 
 
 DEVICE = Annotated[str | None, typer.Option(callback=there, help="cpu or cuda; the GPU if there is one.")]
+
+
+def loadable(models: str | list[str]) -> str | list[str]:
+    """Refuses what is no folder and cannot be a name on the hub, of which many would be asked in vain."""
+    for model in [models] if isinstance(models, str) else models:
+        path = Path(model)
+        if not path.is_dir() and (path.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)):
+            raise typer.BadParameter(f"must be a folder, or owner/name on the hub, and there is no folder {model!r}")
+    return models
+
+
+MODEL = Annotated[str, typer.Argument(callback=loadable, help="A folder, or a name on the Hugging Face hub.")]
 
 
 @contextmanager

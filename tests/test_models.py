@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from runningtensor import RunningTensorConfig, RunningTensorForCausalLM
 from runningtensor.cli import app
+from runningtensor.commands import loadable
 from runningtensor.layers import BASELINES
 from runningtensor.layers.attention import _packed, _packed_backward
 from runningtensor.layers.baselines import Mixer
@@ -371,8 +372,20 @@ def test_the_inspect_command_compares_with_attention_of_the_models_width(tmp_pat
     RunningTensorConfig(hidden_size=512).save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "250"}, catch_exceptions=False)
     assert "attention 8×128" in done.output
-    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere")])
-    assert done.exit_code == 1 and "nowhere" in done.output and not isinstance(done.exception, OSError)
+
+
+@pytest.mark.parametrize("command", ("inspect", "generate", "chat", "serve", "export", "evaluate"))
+@pytest.mark.parametrize("model", ("./nowhere", "a/b/nowhere", "a file"))
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(model, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").touch()
+    done = CliRunner().invoke(app, [command, model, *(["to"] if command == "export" else [])], env={"COLUMNS": "250"})
+    assert done.exit_code == 2 and f"there is no folder '{model}'" in done.output
+
+
+def test_names_on_the_hub_and_folders_are_left_to_transformers(tmp_path):
+    names = ["gpt2", "Qwen/Qwen3-0.6B", str(tmp_path)]
+    assert loadable(names) is names and all(loadable(name) is name for name in names)
 
 
 def test_the_inspect_command_knows_every_mixer(tmp_path):
