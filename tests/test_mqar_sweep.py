@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from runningtensor.mqar.grids import GRIDS, TABLE1, Cell
 from runningtensor.mqar.record import Point, Result, Run, Score, identity, to_json
 from runningtensor.mqar.sweep import Store, ordered, read, run_cells, sweep
 from runningtensor.mqar.train import train
-from runningtensor.mqar.workers import Worker, failure, kept
+from runningtensor.mqar.workers import Process, Worker, failure, kept, start
 
 EASY = Task(16, 2, vocab_size=16)
 TINY = {"num_heads": 1, "key_dims": (4, 4), "value_dim": 4}
@@ -45,11 +46,12 @@ class Pretended:
 
     def __init__(self, accuracies, stopping=None):
         self.accuracies, self.started, self.killed = accuracies, [], []
-        self.stopping, self.asked = stopping or {}, []
+        self.stopping, self.asked, self.together = stopping or {}, [], []
 
-    def __call__(self, run):
-        self.started.append(run.seed)
-        return Job(self, run)
+    def __call__(self, runs):
+        self.started += [run.seed for run in runs]
+        self.together.append(len(runs))
+        return [Job(self, run) for run in runs]
 
 
 class Job:
@@ -144,6 +146,15 @@ def test_no_more_runs_at_once_than_asked(path):
     start = Pretended({})
     assert run_all(cells((0, 1, 2), (3, 4, 5)), path, start, jobs=4, minutes=0.001) == 6
     assert len(start.started) == 4
+
+
+def test_runs_of_one_cell_share_a_process_and_wait_for_room_for_all_of_them(path):
+    start = Pretended({seed: 0.5 for seed in range(7)})
+    assert run_all(cells((0, 1, 2, 3), (4, 5, 6)), path, start, jobs=5, together=3) == 0
+    assert start.started == [0, 1, 2, 4, 5, 6, 3] and start.together == [3, 3, 1]
+    start = Pretended({seed: 0.5 for seed in (3, 4, 5)})
+    run_all(cells((0, 1), (3, 4, 5)), path.with_name("other.jsonl"), start, jobs=4, together=3, minutes=0.001)
+    assert start.started == [0, 1]  # which leave room for two
 
 
 def test_runs_under_way_are_stopped_at_the_deadline_and_leave_nothing(path):
@@ -258,14 +269,14 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
     wrong = run(1, options=TINY | {"nonsense": 1})
     deadly = run(2, mixer="deltanet", options={})
 
-    def start(run):
-        worker = Worker(run, "cpu")
-        if run == deadly:
-            worker.process.kill()
-        return worker
+    def started(runs):
+        workers = start(runs, "cpu")
+        if runs == [deadly]:
+            workers[0].host.process.kill()
+        return workers
 
     grid = [Cell("row", 16, (wrong, deadly, run(3)))]
-    assert run_all(grid, path, start, jobs=3) == 0
+    assert run_all(grid, path, started, jobs=3) == 0
     found = {each.run.seed: each for each in read(path)}
     assert found[1].failed.startswith("exit 1: TypeError") and "nonsense" in found[1].failed
     assert found[2].failed.startswith("killed by SIGKILL")
@@ -274,11 +285,31 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
     assert [point.loss for point in found[3].curve] == [point.loss for point in here.curve]
 
 
+def test_runs_in_one_process_give_what_each_gives_alone(path):
+    runs = (run(0, steps=5), run(1, lr=3e-3), run(2, steps=5, test_every=2))
+    assert run_all([Cell("row", 16, runs)], path, partial(start, device="cpu"), jobs=3, together=3) == 0
+    found = {each.run.seed: each for each in read(path)}
+    for each in runs:
+        *_, here = train(each, torch.device("cpu"))
+        assert found[each.seed].run == each and found[each.seed].finished and found[each.seed].origin["at_once"] == 3
+        assert [point.loss for point in found[each.seed].curve] == [point.loss for point in here.curve]
+
+
+def test_a_process_that_dies_takes_its_unfinished_runs_with_it(path):
+    quick, endless = run(0), run(1, steps=10**6)
+    workers = start([quick, endless], "cpu", running=path.parent)
+    until(lambda: workers[0].poll() is not None, 20)
+    assert workers[1].poll() is None
+    workers[1].host.process.kill()
+    workers[1].host.process.wait()
+    assert workers[1].poll().failed.startswith("killed by SIGKILL") and workers[1].host.output.closed
+
+
 def test_a_result_that_was_cut_off_is_a_failure():
-    worker = Worker(run(0), "cpu")
-    worker.process.kill()
-    worker.process.wait()
-    os.pwrite(worker.output.fileno(), b'\nRESULT {"id": "12\n', 0)
+    (worker,) = start([run(0)], "cpu")
+    worker.host.process.kill()
+    worker.host.process.wait()
+    os.pwrite(worker.host.output.fileno(), f'\nRESULT {worker.key} {{"id": "12\n'.encode(), 0)
     assert worker.poll().failed.startswith("killed by SIGKILL: its result cannot be read")
 
 
@@ -299,11 +330,16 @@ def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monk
     long, running, text = run(0, steps=300, test_every=20), path.parent / "running", StringIO()
     grid = [Cell("row", 16, (long,))]
     with pytest.raises(KeyboardInterrupt):
-        run_cells(grid, path, lambda run: Interrupted(run, "cpu", running=running), console=Console(file=text))
+        run_cells(
+            grid,
+            path,
+            lambda runs: [Interrupted(run, Process([run], "cpu", running=running)) for run in runs],
+            console=Console(file=text),
+        )
     assert "1 runs left, 1 of them wait to go on" in text.getvalue() and not read(path)
     assert [*running.iterdir()] == [kept(running, identity(long))]
 
-    assert run_all(grid, path, lambda run: Worker(run, "cpu", running=running)) == 0
+    assert run_all(grid, path, partial(start, device="cpu", running=running)) == 0
     (found,) = read(path)
     *_, here = train(long, torch.device("cpu"))
     assert len(found.origin["interrupted"]) == 1 and not [*running.iterdir()]
@@ -313,8 +349,8 @@ def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monk
 def test_a_person_is_told_of_a_file_that_is_ignored(path, capsys):
     file = kept(path.parent, identity(run(0)))
     file.write_text("nonsense")
-    worker = Worker(run(0), "cpu", running=path.parent)
-    until(lambda: worker.process.poll() is not None, 20)
+    (worker,) = start([run(0)], "cpu", running=path.parent)
+    until(lambda: worker.host.process.poll() is not None, 20)
     assert worker.poll().finished and f"{file} is ignored" in capsys.readouterr().out
 
 
@@ -322,12 +358,12 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_mqar_sweep import Cell, Worker, run, run_cells
-def start(run):
-    worker = Worker(run, "cpu", running=Path({path!r}).parent / "running")
-    print("started", worker.process.pid, flush=True)
-    return worker
-run_cells([Cell("row", 16, (run(0), run(1, steps=10**6)))], Path({path!r}), start)
+from test_mqar_sweep import Cell, run, run_cells, start
+def started(runs):
+    workers = start(runs, "cpu", running=Path({path!r}).parent / "running")
+    print("started", workers[0].host.process.pid, flush=True)
+    return workers
+run_cells([Cell("row", 16, (run(0), run(1, steps=10**6)))], Path({path!r}), started)
 """
 
 
@@ -369,7 +405,7 @@ def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goe
     assert torch.load(file, weights_only=True)["step"] > 0
     before = path.read_text()
 
-    assert run_all([Cell("row", 16, (run(0), run(1)))], path, lambda run: Worker(run, "cpu")) == 0
+    assert run_all([Cell("row", 16, (run(0), run(1)))], path, partial(start, device="cpu")) == 0
     assert path.read_text().startswith(before)
     assert [found.run.seed for found in read(path)] == [0, 1]
 

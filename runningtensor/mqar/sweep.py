@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,8 @@ from runningtensor.bench.provenance import cores
 from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
 from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
-from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
+from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, kept
+from runningtensor.mqar.workers import start as start_here
 
 # -- The file ----------------------------------------------------------------------------------------------------------
 
@@ -142,6 +143,13 @@ class Plan:
         open_cells = {cell for cell in self.members if self.all_runs or not self.settled(cell)}
         return [key for key in self.runs if key not in self.tried and open_cells.intersection(self.cells[key])]
 
+    def next_batch(self, left: Sequence[str], active: Container[str], together: int, room: int) -> list[str]:
+        """The first that is left and is not under way, with others that are of the same cells; none if the room is too
+        small for them."""
+        waiting = [key for key in left if key not in active]
+        batch = [key for key in waiting if self.cells[key] == self.cells[waiting[0]]][:together]
+        return batch if len(batch) <= room else []
+
     def name(self, key: str) -> str:
         run, (row, length) = self.runs[key], self.cells[key][0]
         return f"{row} · {length} · lr {run.lr:g} · seed {run.seed}"
@@ -153,6 +161,7 @@ def sweep(
     jobs: int = 1,
     out: Path = Path("results/mqar"),
     *,
+    together: int = 1,
     lengths: Sequence[int] = (),
     only: str = "",
     runs: int | None = None,
@@ -165,11 +174,11 @@ def sweep(
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
 
     Of the grid, cells of these lengths, or of all, and those whose row has the words `only` in it; of each cell, the
-    first so many runs, or all.
+    first so many runs, or all. Of the runs at once, `together` of a cell are in one process.
     """
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
-    for what, count in (("jobs", jobs), ("runs", runs)):
+    for what, count in (("jobs", jobs), ("together", together), ("runs", runs)):
         if count is not None and count < 1:
             raise ValueError(f"{what} must be at least 1, but was {count}")
     grid = GRIDS[name]()
@@ -188,9 +197,10 @@ def sweep(
         return run_cells(
             cells,
             out / f"{name}.jsonl",
-            cluster.start if cluster else partial(Worker, device=device, threads=threads, running=running),
+            cluster.start if cluster else partial(start_here, device=device, threads=threads, running=running),
             minutes=minutes,
             jobs=cluster.jobs if cluster else jobs,
+            together=1 if cluster else together,
             all_runs=all_runs,
             retry=retry,
             console=console,
@@ -203,10 +213,11 @@ def sweep(
 def run_cells(
     cells: Sequence[Cell],
     path: Path,
-    start: Callable[[Run], Job],
+    start: Callable[[Sequence[Run]], Sequence[Job]],
     *,
     minutes: float | None = None,
     jobs: int = 1,
+    together: int = 1,
     all_runs: bool = False,  # a cell goes on after a run that is good enough
     retry: bool = False,  # runs whose process died are run again
     console: Console | None = None,
@@ -252,8 +263,8 @@ def run_cells(
             with live if console.is_terminal else nullcontext():
                 while (left := plan.left()) and time.monotonic() < deadline:
                     drop_needless()
-                    for key in [key for key in left if key not in active][: jobs - len(active)]:
-                        active[key] = start(plan.runs[key])
+                    while batch := plan.next_batch(left, active, min(together, jobs), jobs - len(active)):
+                        active |= zip(batch, start([plan.runs[key] for key in batch]), strict=True)
                     time.sleep(PAUSE)
                     collect()
         finally:  # out of time, or interrupted
