@@ -229,7 +229,7 @@ def test_a_run_whose_file_is_taken_at_the_end_is_not_lost(tmp_path, monkeypatch)
 
 def test_report_is_a_command(tmp_path):
     done = command("report", "table1", "--out", tmp_path)
-    assert done.exit_code == 0 and "Nothing has been run." in done.output
+    assert done.exit_code == 0 and "Nothing of it is in" in done.output
 
 
 def test_every_curve_of_the_capacity_figure_has_a_style():

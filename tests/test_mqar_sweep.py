@@ -118,6 +118,56 @@ def test_what_another_grid_has_run_is_not_run_again(tmp_path):
     assert [found.run.seed for found in sweeping.known(ours)] == [0, 1, 2]
 
 
+def test_a_run_that_died_here_and_was_finished_in_another_grid_counts_as_finished(tmp_path):
+    theirs, ours = tmp_path / "table1.jsonl", tmp_path / "table2.jsonl"
+    theirs.write_text(to_json(result(run(0), 1.0)) + "\n")
+    ours.write_text(to_json(failure(run(0), "no memory")) + "\n")
+    start = Pretended({})
+    assert run_all(cells((0, 1)), ours, start) == 0 and not start.started
+    assert [found.accuracy for found in sweeping.known(ours)] == [0.0, 1.0]
+
+
+def test_what_is_known_of_a_cell_counts_though_other_runs_of_it_are_wanted(path):
+    run_all(cells((0, 1, 2)), path, Pretended({0: 0.1, 1: 0.2, 2: 1.0}))
+    path.write_text(path.read_text().splitlines()[-1] + "\n")  # of the third alone
+    start = Pretended({})
+    assert run_all(cells((0, 1, 2)), path, start, wanted=cells((0, 1))) == 0 and not start.started
+
+
+def test_what_cells_that_are_not_wanted_now_need_to_go_on_is_kept(path):
+    tests = {"also": (Task(32, 2, vocab_size=16),)}
+    runs = tuple(run(seed, **tests) for seed in (0, 1))
+    file = kept(path.parent / "running", identity(runs[1]))
+    file.parent.mkdir(parents=True)
+    file.touch()
+    grid = [Cell("row", 16, runs), Cell("row", 32, runs)]
+    start = Pretended({0: result(runs[0], 1.0, 0.5)})
+    assert run_all(grid, path, start, jobs=2, wanted=grid[:1]) == 0 and start.killed == [1]
+    assert file.exists()
+    assert run_all(grid, path, Pretended({1: result(runs[1], 0.5, 1.0)})) == 0 and not file.exists()
+
+
+def test_an_interrupt_between_two_results_loses_neither(path, monkeypatch):
+    start, add, pressed = Pretended({0: 0.1, 1: 0.2}, stopping={2: 0.3}), Store.add, []
+
+    def interrupted(store, result):
+        add(store, result)
+        if not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(cells((0, 1, 2)), path, start, jobs=3)
+    assert {found.run.seed for found in read(path)} == {0, 1, 2} and not start.killed
+
+
+def test_a_loss_that_is_no_number_is_a_result_though_the_sweep_was_stopping(path):
+    failed = replace(result(run(0), 0.1), failed="the loss was not finite at step 2")
+    assert run_all(cells((0,)), path, Pretended({}, stopping={0: failed}), minutes=0.001) == 0
+    assert read(path)[0].failed == failed.failed
+
+
 def test_a_cell_stops_when_a_run_of_it_is_good_enough(path):
     start = Pretended({0: 0.1, 1: 0.9995, 2: 0.5, 3: 0.99949, 4: 0.2})
     assert run_all(cells((0, 1, 2), (3, 4)), path, start) == 0
@@ -201,7 +251,7 @@ def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
     for file in files:
         file.touch()
     start = Pretended({0: failure(run(0), "killed by SIGKILL"), 2: 1.0})  # and 1 is needless then
-    assert run_all(cells((0, 1, 2), (3,)), path, start, jobs=4, minutes=0.01) == 1
+    assert run_all(cells((0,), (1, 2), (3,)), path, start, jobs=4, minutes=0.01) == 1
     assert [file.exists() for file in files] == [True, False, False, True]  # what died may be tried again
 
 
@@ -428,18 +478,22 @@ def test_a_sweep_over_ray_finds_what_one_here_finds(tmp_path, monkeypatch):
 
 def test_a_part_of_a_grid_can_be_run(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(sweeping, "run_cells", lambda cells, *_, **__: seen.append({(c.row, c.length) for c in cells}))
+    monkeypatch.setattr(
+        sweeping, "run_cells", lambda *_, wanted, **__: seen.append({(cell.row, cell.length) for cell in wanted})
+    )
     sweep("table1", lengths=(1024,), only="Delta", out=tmp_path)
     sweep("table1", lengths=(2048, 4096), out=tmp_path)
     names = ("Gated DeltaNet", "DeltaNet", "Gated DeltaNet, 131k state")
     assert seen == [{(name, 1024) for name in names}, {(name, at) for name in TABLE1 for at in (2048, 4096)}]
-    with pytest.raises(ValueError, match="must fit some cell"):
+    with pytest.raises(
+        ValueError, match="must fit some cell, but were 512 and ''; there are lengths 1024, 2048, 4096 and"
+    ):
         sweep("table1", lengths=(512,), out=tmp_path)
 
 
 def test_the_first_runs_of_each_cell_can_be_run_alone(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(sweeping, "run_cells", lambda cells, *_, **__: seen.extend(cells))
+    monkeypatch.setattr(sweeping, "run_cells", lambda *_, wanted, **__: seen.extend(wanted))
     sweep("table1", lengths=(1024,), runs=2, out=tmp_path)
     assert [cell.row for cell in seen] == list(TABLE1)
     assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-2, 0), (1e-3, 0))}

@@ -105,7 +105,9 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
     best, score = max(scored, key=lambda both: both[1].accuracy)
     same = [100 * score.accuracy for result, score in scored if result.run.lr == best.run.lr]
     clocked = [result for result in timed if like(result.run, best.run)]
-    times = [x.ms_a_step for x in (*results, *clocked) if x.ms_a_step is not None and x.origin.get("at_once", 1) == 1]
+    # An interrupted run may have had company before.
+    alone = [x for x in (*results, *clocked) if x.origin.get("at_once", 1) == 1 and "interrupted" not in x.origin]
+    times = [x.ms_a_step for x in alone if x.ms_a_step is not None]
     return Summary(
         cell.row,
         cell.length,
@@ -144,13 +146,13 @@ def report(
     planned = {identity(run) for cell in cells for run in cell.runs}
     found = {identity(result.run): result for result in results}  # one that is there twice counts last
     used = [result for key, result in found.items() if key in planned]
-    console.print(escape(origin(used)), highlight=False)
+    console.print(escape(origin(used) if used else f"Nothing of it is in {path}."), highlight=False)
     if others := {identity(result.run) for result in own} - planned:
         console.print(f"{len(others)} results of {escape(str(path))} are of another protocol and are left out.")
     if used:
         try:
             if name == "calibration":
-                figure = draw_calibration(own, out / f"{name}.png")
+                figure = draw_calibration([*own, *(x for x in used if x not in own)], out / f"{name}.png")
             else:
                 figure = draw(name, summaries, out / f"{name}.png", origin(used))
             console.print(f"Wrote {escape(str(figure))}")
@@ -220,8 +222,6 @@ def origin(results: Sequence[Result]) -> str:
         counts = Counter(str(result.origin[name]) for result in results if name in result.origin)
         return ", ".join(value for value, _ in counts.most_common())
 
-    if not results:
-        return "Nothing has been run."
     return f"{len(results)} runs on {all_of('device')}, torch {all_of('torch')}, commit {all_of('commit')}"
 
 

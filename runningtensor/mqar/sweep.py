@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -93,10 +93,16 @@ def read(path: Path) -> list[Result]:
 
 
 def known(path: Path) -> list[Result]:
-    """Those of other grids in the folder, and then a grid's own: a run that several have is done once."""
+    """Those of other grids in the folder, and then a grid's own: a run that several have is done once. The last counts,
+    so those whose process died come first: another may have finished them."""
     others = [path.with_name(f"{name}.jsonl") for name in GRIDS]
     files = (*(other for other in others if other != path), path)
-    return [result for file in files for result in read(file)]
+    return sorted((result for file in files for result in read(file)), key=lambda result: not died(result))
+
+
+def died(result: Result) -> bool:
+    """Before a test. One that came as far has failed for good: its loss was no number, and will be none again."""
+    return bool(result.failed) and not result.curve
 
 
 # -- The sweep ---------------------------------------------------------------------------------------------------------
@@ -110,38 +116,37 @@ def ordered(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Run]]:
             yield from ((cell, run) for cell, run in zip(same, runs, strict=True) if run is not None)
 
 
-def accuracy(result: Result, cell: tuple[str, int]) -> float:
-    """The best in the test of the cell's length; 0 where it died before one."""
-    score = result.at(cell[1])
-    return score.accuracy if score else 0.0
-
-
 class Plan:
-    """Which runs of a grid are still to be done, first things first."""
+    """Which runs of the cells that are wanted are still to be done, first things first.
 
-    def __init__(self, cells: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool) -> None:
+    What the others of the grid have found, or need, counts too.
+    """
+
+    def __init__(
+        self, grid: Sequence[Cell], wanted: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool
+    ) -> None:
         self.found, self.all_runs = found, all_runs
-        # One that came as far as a test has failed for good: its loss was no number, and will be none again.
-        self.tried = {key for key, result in found.items() if not (retry and result.failed and not result.curve)}
-        self.runs: dict[str, Run] = {}  # by identity: what two cells share is done once
-        self.cells: dict[str, list[tuple[str, int]]] = {}  # of a run
-        self.members: dict[tuple[str, int], list[str]] = {}  # of a cell
-        for cell, run in ordered(cells):
-            key, of = identity(run), (cell.row, cell.length)
+        self.tried = {key for key, result in found.items() if not (retry and died(result))}
+        self.members = {(cell.row, cell.length): [identity(run) for run in cell.runs] for cell in grid}
+        self.runs: dict[str, Run] = {}  # that are wanted, by identity: what two cells share is done once
+        self.cells: dict[str, list[tuple[str, int]]] = {}  # of such a run, those that are wanted
+        for cell, run in ordered(wanted):
+            key = identity(run)
             self.runs[key] = run
-            self.cells.setdefault(key, []).append(of)
-            self.members.setdefault(of, []).append(key)
+            self.cells.setdefault(key, []).append((cell.row, cell.length))
 
-    def results(self, cell: tuple[str, int]) -> list[Result]:
-        return [self.found[key] for key in self.members[cell] if key in self.found]
-
-    def settled(self, cell: tuple[str, int]) -> bool:
-        """Whether a run of it was good enough."""
-        return any(accuracy(result, cell) >= GOOD_ENOUGH for result in self.results(cell))
+    def open(self, cell: tuple[str, int]) -> bool:
+        """Whether no run of it was good enough, or all are asked for."""
+        scores = (self.found[key].at(cell[1]) for key in self.members[cell] if key in self.found)
+        return self.all_runs or not any(score and score.accuracy >= GOOD_ENOUGH for score in scores)
 
     def left(self) -> list[str]:
-        open_cells = {cell for cell in self.members if self.all_runs or not self.settled(cell)}
+        open_cells = {cell for cells in self.cells.values() for cell in cells if self.open(cell)}
         return [key for key in self.runs if key not in self.tried and open_cells.intersection(self.cells[key])]
+
+    def needless(self, key: str) -> bool:
+        """In all of the grid."""
+        return not any(key in keys and self.open(cell) for cell, keys in self.members.items())
 
     def next_batch(self, left: Sequence[str], active: Container[str], together: int, room: int) -> list[str]:
         """The first that is left and is not under way, with others that are of the same cells; none if the room is too
@@ -182,24 +187,29 @@ def sweep(
         if count is not None and count < 1:
             raise ValueError(f"{what} must be at least 1, but was {count}")
     grid = GRIDS[name]()
-    cells = [
+    wanted = [
         replace(cell, runs=cell.runs[:runs])
         for cell in grid
         if (not lengths or cell.length in lengths) and only in cell.row
     ]
-    if not cells:
+    if not wanted:
         rows = "; ".join(dict.fromkeys(cell.row for cell in grid))
-        raise ValueError(f"lengths and only must fit some cell, but were {lengths} and {only!r}; there are rows {rows}")
+        all_lengths = ", ".join(str(length) for length in dict.fromkeys(cell.length for cell in grid))
+        raise ValueError(
+            f"length and only must fit some cell, but were {', '.join(map(str, lengths)) or 'any'} and {only!r}; "
+            f"there are lengths {all_lengths} and rows {rows}"
+        )
     running = out.resolve() / "running"
     cluster = Cluster(jobs, device, running) if ray else None
     threads = max(1, cores() // jobs)
     try:
         return run_cells(
-            cells,
+            grid,
             out / f"{name}.jsonl",
             cluster.start if cluster else partial(start_here, device=device, threads=threads, running=running),
             minutes=minutes,
             jobs=cluster.jobs if cluster else jobs,
+            wanted=wanted,
             together=1 if cluster else together,
             all_runs=all_runs,
             retry=retry,
@@ -211,10 +221,11 @@ def sweep(
 
 
 def run_cells(
-    cells: Sequence[Cell],
+    grid: Sequence[Cell],
     path: Path,
     start: Callable[[Sequence[Run]], Sequence[Job]],
     *,
+    wanted: Sequence[Cell] | None = None,  # of the grid, with some of their runs or all
     minutes: float | None = None,
     jobs: int = 1,
     together: int = 1,
@@ -226,7 +237,7 @@ def run_cells(
     console = console or Console()
     active: dict[str, Job] = {}
     with closing(Store(path)) as store:
-        plan = Plan(cells, store.found, all_runs=all_runs, retry=retry)
+        plan = Plan(grid, grid if wanted is None else wanted, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
         running = path.parent / "running"
         running.mkdir(parents=True, exist_ok=True)  # here, so that other machines save where they share it
@@ -234,19 +245,26 @@ def run_cells(
         def drop_needless() -> None:
             for key in active.keys() - set(plan.left()):  # a better run has made it so
                 active.pop(key).kill()
-                forget(kept(running, key))
+                forget_needless([key])
+
+        def forget_needless(keys: Iterable[str]) -> None:
+            for key in keys:
+                if kept(running, key).exists() and plan.needless(key):
+                    forget(kept(running, key))
 
         def collect(stopping: bool = False) -> None:
-            for key, result in [(key, result) for key, job in active.items() if (result := job.poll()) is not None]:
-                del active[key]
-                if not result.finished or (stopping and result.failed):  # stopped, perhaps before it could listen
+            for key in [*active]:  # one by one: an interrupt between two loses neither
+                result = active[key].poll()
+                if result is None:
                     continue
-                result.origin["at_once"] = jobs
-                store.add(result)
-                plan.tried.add(key)
-                if result.curve:  # else its process died, and can go on if it is tried again
-                    forget(kept(running, key))
-                console.print(board.line(key, result), highlight=False, soft_wrap=True)
+                if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
+                    result.origin["at_once"] = jobs
+                    store.add(result)
+                    plan.tried.add(key)
+                    if result.curve:  # else its process died, and can go on if it is tried again
+                        forget(kept(running, key))
+                    console.print(board.line(key, result), highlight=False, soft_wrap=True)
+                del active[key]
 
         def stop() -> None:
             drop_needless()
@@ -270,6 +288,7 @@ def run_cells(
         finally:  # out of time, or interrupted
             try:
                 stop()
+                forget_needless(plan.runs)
             finally:
                 for job in active.values():
                     job.kill()

@@ -138,6 +138,7 @@ class Worker:
 
     def __init__(self, run: Run, host: Process) -> None:
         self.run, self.host, self.key = run, host, identity(run)
+        self.result: Result | None = None  # once it has ended
 
     def said(self, what: str) -> list[str]:
         """What follows these words and the key of the run in lines of the process."""
@@ -152,6 +153,8 @@ class Worker:
         return 0, 0.0
 
     def poll(self) -> Result | None:
+        if self.result is not None:
+            return self.result
         code = self.host.process.poll()  # first: then nothing it says before its end is missed
         found, broken = self.said(RESULT), ""
         try:
@@ -162,6 +165,7 @@ class Worker:
             if code is None:
                 return None
             result = failure(self.run, self.host.last_words() + broken)
+        self.result = result
         self.host.leave(self.key)
         return result
 
