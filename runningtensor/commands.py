@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,11 +31,14 @@ DEVICE = Annotated[str | None, typer.Option(callback=there, help="cpu or cuda; t
 
 
 def loadable(models: str | list[str]) -> str | list[str]:
-    """Refuses what is no folder and cannot be a name on the hub, of which many would be asked in vain."""
+    """Refuses what is not there and cannot be a name on the hub, and says what will be looked for there."""
     for model in [models] if isinstance(models, str) else models:
-        path = Path(model)
-        if not path.is_dir() and (path.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)):
+        if os.path.exists(model):  # pathlib's would raise where a name is too long for one
+            continue
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model) or len(model) > 96:
             raise typer.BadParameter(f"must be a folder, or owner/name on the hub, and there is no folder {model!r}")
+        aside = Console(stderr=True)
+        aside.print(escape(f"There is no folder {model!r} here: it is looked for on the hub."), highlight=False)
     return models
 
 

@@ -221,6 +221,13 @@ def test_what_it_cannot_do_is_refused(name, given, message):
 
 
 @EVERY
+def test_hidden_states_of_another_width_are_refused(name):
+    mixer = build(name)
+    with pytest.raises(ValueError, match=rf"hidden_states must be of shape \[B, T, {mixer.hidden_size}\]"):
+        mixer(torch.randn(2, 3, mixer.hidden_size + 1))
+
+
+@EVERY
 def test_bounds_that_are_not_those_of_the_row_are_refused(name):
     mixer = build(name)
     with pytest.raises(ValueError, match=r"cu_seqlens must be 0 = c_0 .* = T = 3, but was 2 at the end"):

@@ -11,6 +11,8 @@ import warnings
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import Inputs, bounds, everything, gradients, make, near, op, recurrent, rel
 from test_stress import CASES, DECAYS, equal_keys
 from torch.library import opcheck
@@ -20,6 +22,7 @@ from runningtensor import running_tensor, running_tensor_step
 from runningtensor.ops import interface
 from runningtensor.ops.interface import two_modes
 from runningtensor.ops.triton import launch
+from runningtensor.ops.triton.forward import rounded
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1, which is set where there is no GPU"
@@ -382,18 +385,31 @@ def test_without_the_interpreter_the_kernels_refuse_a_cpu_and_auto_says_nothing(
     *frames, message = done.stderr.strip().split("\n")
     assert 'File "<string>", line 7, in <module>' in frames[1]  # and not the call before it
     assert message.startswith(
-        "ValueError: backend must be 'auto' or 'torch' here, but was 'triton', but tensors are on"
+        "ValueError: backend must be 'auto', 'torch' or 'recurrent' here, but was 'triton'; tensors are on"
     )
+
+
+@triton.jit
+def rounding_kernel(x, y, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y + i, rounded(tl.load(x + i)))
+
+
+def test_rounding_to_tf32_leaves_what_is_no_number_so():
+    x = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)  # 3 NaN, infinity
+    y = torch.empty_like(x)
+    rounding_kernel[(1,)](x, y, 4)
+    assert y[:3].isnan().all() and y[3] == torch.inf
 
 
 def test_a_last_mode_too_wide_is_refused_and_the_reason_given():
     x = make(1, T=3, H=1, widths=(2, 129), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"^backend must be .*'triton', but the last key mode is 129 wide, more than"):
+    with pytest.raises(ValueError, match=r"^backend must be .*'triton'; the last key mode is 129 wide, more than"):
         op(x, backend="triton")
 
 
 def test_float64_is_refused_and_the_reason_given():
-    with pytest.raises(ValueError, match=r"^backend must be .*'triton', but the kernels take .*, not float64"):
+    with pytest.raises(ValueError, match=r"^backend must be .*'triton'; the kernels take .*, not float64"):
         op(make(1, T=3, H=1), backend="triton")
 
 

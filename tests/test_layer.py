@@ -603,6 +603,7 @@ def test_output_scale_scales_the_last_matrix_and_nothing_else():
     [
         ("projection", {"projection": "dense"}),
         ("forget", {"forget": "always"}),
+        ("key_dims must be a tuple, a width for each key, but was 6", {"key_dims": 6}),
         ("key_dims", {"key_dims": ()}),
         ("key_dims", {"key_dims": (4, 0)}),
         ("value_dim", {"value_dim": 0}),
@@ -614,6 +615,12 @@ def test_output_scale_scales_the_last_matrix_and_nothing_else():
 def test_a_wrong_option_is_named(name, options):
     with pytest.raises(ValueError, match=name):
         RunningTensor(**{"hidden_size": D, **options})
+
+
+@pytest.mark.parametrize("shape", ((2, 10, D - 1), (2, 10, D + 1), (2, 10, 2 * D), (10, D)), ids=str)
+def test_hidden_states_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=rf"hidden_states must be of shape \[B, T, {D}\], but was of shape \[.*\]"):
+        make()(torch.randn(shape))
 
 
 def test_packed_sequences_take_neither_mask_nor_cache():

@@ -79,6 +79,8 @@ def test_what_a_state_cannot_do_is_refused_in_words():
         model(ids, cu_seqlens=bounds((2, 3)), attention_mask=torch.ones_like(ids))
     with pytest.raises(ValueError, match="layer_types must be 2 of"):
         config(layer_types=["linear_attention"])
+    with pytest.raises(ValueError, match="key_dims must be a tuple, a width for each key, but was 6"):
+        config(key_dims=6)
 
 
 # -- Padding and packing -----------------------------------------------------------------------------------------------
@@ -375,17 +377,18 @@ def test_the_inspect_command_compares_with_attention_of_the_models_width(tmp_pat
 
 
 @pytest.mark.parametrize("command", ("inspect", "generate", "chat", "serve", "export", "evaluate"))
-@pytest.mark.parametrize("model", ("./nowhere", "a/b/nowhere", "a file"))
+@pytest.mark.parametrize("model", ("./nowhere", "a/b/nowhere", "a prompt " * 40, ""))
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(model, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a file").touch()
     done = CliRunner().invoke(app, [command, model, *(["to"] if command == "export" else [])], env={"COLUMNS": "250"})
-    assert done.exit_code == 2 and f"there is no folder '{model}'" in done.output
+    assert done.exit_code == 2 and "must be a folder, or owner/name on the hub, and there is no" in done.output
 
 
-def test_names_on_the_hub_and_folders_are_left_to_transformers(tmp_path):
+def test_names_on_the_hub_and_folders_are_left_to_transformers(tmp_path, capsys):
     names = ["gpt2", "Qwen/Qwen3-0.6B", str(tmp_path)]
     assert loadable(names) is names and all(loadable(name) is name for name in names)
+    said = capsys.readouterr().err
+    assert "There is no folder 'gpt2' here: it is looked for on the hub." in said and str(tmp_path) not in said
 
 
 def test_the_inspect_command_knows_every_mixer(tmp_path):

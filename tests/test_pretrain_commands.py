@@ -98,9 +98,12 @@ def test_runs_are_drawn_against_each_other(done: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("tiny_cpu", "--set", "speed=1"), "a setting must be key=value, but was 'speed=1'; there are model="),
+        (
+            ("tiny_cpu", "--set", "speed=1"),
+            "a setting must be key=value, of a key there is, but was 'speed=1'; there are model=",
+        ),
         (("tiny_cpu", "--model", "rwkv"), "model must be one of running-tensor, attention"),
-        (("tiny_cpu", "--data", "nowhere"), "there is no nowhere/meta.json: nowhere was not prepared"),
+        (("tiny_cpu", "--data", "nowhere"), "nowhere was not prepared. runningtensor data prepare TEXTS nowhere"),
         (("export", "nowhere", "out"), "there must be a checkpoint, or a run that has one, at nowhere"),
         (("plot", "nowhere"), "No such file"),
     ],

@@ -111,7 +111,7 @@ def test_killed_it_goes_on_without_duplicates(tmp_path: Path) -> None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    with pytest.raises(FileNotFoundError, match="not complete: call prepare again"):
+    with pytest.raises(FileNotFoundError, match=r"is not complete\. runningtensor data prepare"):
         Shards(out)
     time.sleep(1)  # for the process of the pool to see it
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("0*.json")}

@@ -56,7 +56,7 @@ def test_settings_are_read_as_their_fields_are() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("lr", "a setting must be key=value, but was 'lr'; there are model=running-tensor, .* steps=400, .*keep=3"),
+        ("lr", "key=value, of a key there is, but was 'lr'; there are model=running-tensor, .* steps=400, .*keep=3"),
         ("rate=1", "but was 'rate=1'; there are .*lr=0.003"),
         ("lr=fast", "lr must be a number, but was 'fast'"),
         ("lr=-1", "lr must be positive, but was -1"),

@@ -20,7 +20,7 @@ from runningtensor.layers.convolution import ShortConvolution
 from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
 from runningtensor.layers.running_tensor import positions
 from runningtensor.ops import running_tensor
-from runningtensor.ops.interface import require
+from runningtensor.ops.interface import DTYPES, check_tensor, require
 
 TAU = 16  # of the forget gate of gated linear attention
 
@@ -65,8 +65,9 @@ class Mixer(nn.Module):
         past_key_values: None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,  # [N+1], B = 1
-        **kwargs: Any,
+        **kwargs: Any,  # what a model gives to all of its layers
     ) -> tuple[Tensor, None, None]:
+        check_tensor("hidden_states", hidden_states, ["B", "T", self.hidden_size], DTYPES, None)
         name = type(self).__name__
         require(past_key_values is None, "past_key_values", "given", f"None: {name} keeps nothing between calls")
         require(not use_cache, "use_cache", use_cache, f"False: {name} keeps nothing between calls")

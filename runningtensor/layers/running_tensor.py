@@ -17,7 +17,7 @@ from runningtensor.layers.fused import Front, front, usable
 from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
 from runningtensor.layers.projections import PROJECTIONS
 from runningtensor.ops import running_tensor, running_tensor_step
-from runningtensor.ops.interface import check_tensor, require
+from runningtensor.ops.interface import DTYPES, check_tensor, require
 
 TAU = 16  # of the forget gate, as in gated linear attention
 FORGET = ("telescoping", "cumulative", "none")
@@ -80,6 +80,8 @@ class RunningTensor(nn.Module):
             raise ValueError(f"projection must be one of {', '.join(PROJECTIONS)}, but was {projection!r}")
         if forget not in FORGET:
             raise ValueError(f"forget must be one of {', '.join(FORGET)}, but was {forget!r}")
+        if not isinstance(key_dims, tuple | list):
+            raise ValueError(f"key_dims must be a tuple, a width for each key, but was {key_dims!r}")
         if len(key_dims) == 0 or min(*key_dims, value_dim, num_heads, conv_size, hidden_size) < 1:
             raise ValueError(
                 "hidden_size, num_heads, key_dims, value_dim and conv_size must be positive, and key_dims not empty, "
@@ -130,8 +132,9 @@ class RunningTensor(nn.Module):
         past_key_values: Any = None,  # .layers[layer_idx] is a LayerState, or reads and writes like one
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,  # [N+1], B = 1
-        **kwargs: Any,
+        **kwargs: Any,  # what a model gives to all of its layers, and attention alone has a use for
     ) -> tuple[Tensor, None, Any]:
+        check_tensor("hidden_states", hidden_states, ["B", "T", self.hidden_size], DTYPES, None)
         T = hidden_states.shape[1]
         if past_key_values is not None and self.layer_idx is None:
             raise ValueError("layer_idx must be given to a layer that is used with past_key_values, but was None")

@@ -65,6 +65,8 @@ class RunningTensorConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if not isinstance(self.key_dims, tuple | list):
+            raise ValueError(f"key_dims must be a tuple, a width for each key, but was {self.key_dims!r}")
         self.key_dims = list(self.key_dims)  # as JSON will have it
         if self.layer_types is None:
             self.layer_types = ["linear_attention"] * self.num_hidden_layers

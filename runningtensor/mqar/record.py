@@ -66,6 +66,9 @@ class Run:
         for name in ("d_model", "layers", "batch", "steps", "test_every", "test_count"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but was {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, but was {getattr(self, name)}")
         if self.warm_up is not None and self.warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, or None, but was {self.warm_up}")
 

@@ -190,7 +190,7 @@ def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
         if why_not is None:
             return "triton"
         if backend == "triton":
-            raise wrong("backend", f"'triton', but {why_not}", "'auto' or 'torch' here")
+            raise wrong("backend", f"'triton'; {why_not}", "'auto', 'torch' or 'recurrent' here")
         warn_once(why_not)
     return "torch"
 

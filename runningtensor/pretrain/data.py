@@ -307,8 +307,8 @@ class Shards:
     def __init__(self, folder: Path, split: str = "train", *, seed: int = 0, vocab_size: int | None = None) -> None:
         path = folder / "meta.json"
         if not path.is_file():
-            begun = "is not complete: call prepare again" if (folder / "plan.json").is_file() else "was not prepared"
-            raise FileNotFoundError(f"there is no {path}: {folder} {begun}")
+            begun = "is not complete" if (folder / "plan.json").is_file() else "was not prepared"
+            raise FileNotFoundError(f"there is no {path}: {folder} {begun}. runningtensor data prepare TEXTS {folder}")
         meta = json.loads(path.read_text())
         if split not in meta["shards"][0]:
             raise ValueError(f"split must be one of {', '.join(meta['shards'][0])}, but was {split!r}")

@@ -128,7 +128,7 @@ def changed(recipe: Recipe, settings: Sequence[str]) -> Recipe:
         name, equals, text = setting.partition("=")
         if not equals or name not in types:
             known = ", ".join(f"{field.name}={shown(getattr(recipe, field.name))}" for field in fields(recipe))
-            raise ValueError(f"a setting must be key=value, but was {setting!r}; there are {known}")
+            raise ValueError(f"a setting must be key=value, of a key there is, but was {setting!r}; there are {known}")
         try:
             changes[name] = parsed(types[name], text)
         except ValueError:

@@ -46,8 +46,9 @@ def sequence(cu_seqlens, chunk_starts, n, T, C: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def rounded(x):
-    """Float32 to the nearest TF32. Tensor cores cut it off; this halves the error and takes its bias away."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    """Float32 to the nearest TF32. Tensor cores cut it off; this halves the error and takes its bias away. NaN stays
+    NaN: that of NVIDIA GPUs, all ones, would become zero."""
+    return tl.where(x == x, ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit

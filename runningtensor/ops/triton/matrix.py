@@ -67,7 +67,8 @@ def prepare_kernel(
             L = tl.where(i[:, None] > i[None, :], G * key_products(k, k, row, inside, K, 64, BK, PREC), 0.0)
             L *= tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
             M = invert_by_doubling(L, i, DOUBLE)
-            most = M.to(dt)
+            # What is beyond the range of float16 is left to the other part.
+            most = (tl.clamp(M, -65504.0, 65504.0) if dt == tl.float16 else M).to(dt)
             tl.store(inverse + saved, most, mask=inside[:, None])
             if PARTS == 2:
                 tl.store(inverse + saved + 64, (M - most).to(dt), mask=inside[:, None])
