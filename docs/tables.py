@@ -271,7 +271,7 @@ def recall(results: list[Result]) -> Text:
         lines.setdefault(cell.row, [cell.row]).append(
             found + ("" if cell.published is None else f" ({cell.published:.1f})")
         )
-    more = "Micro-F1 in percent, the best of learning rates and seeds, which end at 99.95; in brackets the paper's."
+    more = "Micro-F1 in percent, the best of the runs so far, which end at 99.95; in brackets the paper's."
     return table(("", *(f"{length:,} tokens" for length in grids.LENGTHS)), lines.values()), more, results
 
 
@@ -351,7 +351,8 @@ def made(place: re.Match[str]) -> str:
     path = RESULTS / file
     rows = read(path) if path.exists() else []
     shown, more, used = text(rows) if rows else ("", "", [])
-    last = "\n".join(filter(None, (textwrap.fill(more, 124), used and source(file, used))))
+    where = str(Path(file).parent) if read is sweep.known else file  # which has those of other grids
+    last = "\n".join(filter(None, (textwrap.fill(more, 124), used and source(where, used))))
     return f"<!-- {place[1]} -->" + (f"\n{shown}\n\n{last} " if used else "") + "<!-- end -->"
 
 
