@@ -134,6 +134,12 @@ class Plan:
             key = identity(run)
             self.runs[key] = run
             self.cells.setdefault(key, []).append((cell.row, cell.length))
+        self.open_cells = set(filter(self.open, ((cell.row, cell.length) for cell in wanted)))
+
+    def done(self, key: str) -> None:
+        """What it found is in `found`. Cells close here alone: what is left is asked for many times a second."""
+        self.tried.add(key)
+        self.open_cells = set(filter(self.open, self.open_cells))
 
     def open(self, cell: tuple[str, int]) -> bool:
         """Whether no run of it was good enough, or all are asked for."""
@@ -141,8 +147,7 @@ class Plan:
         return self.all_runs or not any(score and score.accuracy >= GOOD_ENOUGH for score in scores)
 
     def left(self) -> list[str]:
-        open_cells = {cell for cells in self.cells.values() for cell in cells if self.open(cell)}
-        return [key for key in self.runs if key not in self.tried and open_cells.intersection(self.cells[key])]
+        return [key for key in self.runs if key not in self.tried and self.open_cells.intersection(self.cells[key])]
 
     def needless(self, key: str) -> bool:
         """In all of the grid."""
@@ -260,7 +265,7 @@ def run_cells(
                 if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
                     result.origin["at_once"] = jobs
                     store.add(result)
-                    plan.tried.add(key)
+                    plan.done(key)
                     if result.curve:  # else its process died, and can go on if it is tried again
                         forget(kept(running, key))
                     console.print(board.line(key, result), highlight=False, soft_wrap=True)

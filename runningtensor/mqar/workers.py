@@ -94,6 +94,7 @@ class Process:
         job = {"runs": [asdict(run) for run in runs], "device": device, "running": running and str(running)}
         self.left = {identity(run) for run in runs}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
+        self.size, self.said = 0, list[str]()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "runningtensor.mqar.workers"],
             stdin=subprocess.PIPE,
@@ -108,9 +109,11 @@ class Process:
             self.process.stdin.flush()
 
     def lines(self) -> list[str]:
-        """All it has said; by pread, for the process writes at the position of the same file."""
-        size = os.fstat(self.output.fileno()).st_size
-        return os.pread(self.output.fileno(), size, 0).decode(errors="replace").splitlines()
+        """All it has said, read where there is more of it; by pread, for it writes at the position of the same file."""
+        if (size := os.fstat(self.output.fileno()).st_size) != self.size:
+            said = os.pread(self.output.fileno(), size, 0)
+            self.size, self.said = len(said), said.decode(errors="replace").splitlines()
+        return self.said
 
     def last_words(self) -> str:
         """How it ended."""

@@ -68,6 +68,8 @@ def on_matrix(K: int, R: int, chunk: int, v: Tensor) -> bool:
 
 
 def inverse_dtype(K: int, R: int, chunk: int, v: Tensor) -> torch.dtype:
+    """hopper_pack.py multiplies P by the inverse before it rounds; the general kernels need all of its digits, and
+    matrix.py has two parts of half as many."""
     return v.dtype if on_hopper(K, R, chunk, v) else torch.float32
 
 

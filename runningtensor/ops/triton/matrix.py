@@ -44,8 +44,6 @@ def prepare_kernel(
     DECAY: tl.constexpr,
     PACKED: tl.constexpr,
     SOLVE: tl.constexpr,
-    DOUBLE: tl.constexpr,
-    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     m, h = tl.program_id(0), tl.program_id(1)
@@ -53,6 +51,7 @@ def prepare_kernel(
     if not exists:
         return
     dt = k.dtype.element_ty
+    PARTS: tl.constexpr = 32 // dt.primitive_bitwidth
     i = tl.arange(0, 64)
     inside = start + i < end
     row = i * H
@@ -66,7 +65,7 @@ def prepare_kernel(
         if SOLVE:
             L = tl.where(i[:, None] > i[None, :], G * key_products(k, k, row, inside, K, 64, BK, PREC), 0.0)
             L *= tl.load(beta + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-            M = invert_by_doubling(L, i, DOUBLE)
+            M = invert_by_doubling(L, i, "fp16" if PARTS == 2 else "ieee")
             # What is beyond the range of float16 is left to the other part.
             most = (tl.clamp(M, -65504.0, 65504.0) if dt == tl.float16 else M).to(dt)
             tl.store(inverse + saved, most, mask=inside[:, None])
@@ -124,13 +123,13 @@ def scan_kernel(
     FINAL: tl.constexpr,
     OUT: tl.constexpr,
     SAVE: tl.constexpr,
-    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """One program a sequence, head and BV value columns. OUT: write outputs. SAVE: write what the backward needs."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, 64, PACKED)
     dt = v.dtype.element_ty
+    PARTS: tl.constexpr = 32 // dt.primitive_bitwidth
     i = tl.arange(0, 64)
     ov, cell, is_cell = columns(K, V, KP, BV)
     S = tl.zeros([KP, BV], tl.float32)
@@ -203,12 +202,12 @@ def reverse_kernel(
     PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
-    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, end, chunk = sequence(cu_seqlens, chunk_starts, n, T, 64, PACKED)
     dt = dout.dtype.element_ty
+    PARTS: tl.constexpr = 32 // dt.primitive_bitwidth
     i = tl.arange(0, 64)
     ov, cell, is_cell = columns(K, V, KP, BV)
     dS = tl.zeros([KP, BV], tl.float32)

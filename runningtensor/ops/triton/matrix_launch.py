@@ -29,8 +29,6 @@ def prepare(inputs: Inputs, x: Shape, inverse: Tensor | None, backward: bool = F
         x.sequences,
         BK=min(64, power(x.K, 16)),
         SOLVE=x.delta and not backward,
-        DOUBLE="fp16" if v.dtype != torch.float32 else "ieee",
-        PARTS=parts(v),
         num_warps=4,
         **constants(x),
     )
@@ -40,10 +38,6 @@ def prepare(inputs: Inputs, x: Shape, inverse: Tensor | None, backward: bool = F
 def in_parts(inverse: Tensor | None, v: Tensor) -> Tensor | None:
     """Float32 has the room of the two half precise parts that M is kept in."""
     return None if inverse is None else inverse.view(v.dtype)
-
-
-def parts(v: Tensor) -> int:
-    return 4 // v.element_size()
 
 
 def constants(x: Shape) -> dict[str, Any]:
@@ -61,7 +55,7 @@ def scans(x: Shape, v: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
         roomy = getattr(gpu, "shared_memory_per_block_optin", 0) >= 200 * 1024
     KP = power(x.K, 16)
     BV = min(power(x.V, 16), 16 if not many else 64 if roomy and KP <= 128 else 32)
-    blocks = dict(V=x.V, KP=KP, BV=BV, PARTS=parts(v), num_warps=8 if KP * BV > 4096 else 4)
+    blocks = dict(V=x.V, KP=KP, BV=BV, num_warps=8 if KP * BV > 4096 else 4)
     blocks["num_stages"] = 1 + roomy + (KP <= 128)
     return (x.sequences * x.H, cdiv(x.V, BV)), blocks | constants(x)
 

@@ -1,0 +1,186 @@
+"""A run in a process gives what it gives here, whatever becomes of the process, of others in it and of the sweep."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from test_mqar_sweep import TINY, quick, run, run_all  # noqa: F401
+
+from runningtensor.mqar import sweep as sweeping
+from runningtensor.mqar.grids import GRIDS, Cell
+from runningtensor.mqar.record import identity
+from runningtensor.mqar.sweep import Store, read, run_cells, sweep
+from runningtensor.mqar.train import train
+from runningtensor.mqar.workers import Process, Worker, kept, start
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "grid.jsonl"
+
+
+def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here(path):
+    wrong = run(1, options=TINY | {"nonsense": 1})
+    deadly = run(2, mixer="deltanet", options={})
+
+    def started(runs):
+        workers = start(runs, "cpu")
+        if runs == [deadly]:
+            workers[0].host.process.kill()
+        return workers
+
+    grid = [Cell("row", 16, (wrong, deadly, run(3)))]
+    assert run_all(grid, path, started, jobs=3) == 0
+    found = {each.run.seed: each for each in read(path)}
+    assert found[1].failed.startswith("exit 1: TypeError") and "nonsense" in found[1].failed
+    assert found[2].failed.startswith("killed by SIGKILL")
+    *_, here = train(run(3), torch.device("cpu"))
+    assert found[3].run == here.run and found[3].finished and not found[3].failed
+    assert [point.loss for point in found[3].curve] == [point.loss for point in here.curve]
+
+
+def test_runs_in_one_process_give_what_each_gives_alone(path):
+    runs = (run(0, steps=5), run(1, lr=3e-3), run(2, steps=5, test_every=2))
+    assert run_all([Cell("row", 16, runs)], path, partial(start, device="cpu"), jobs=3, together=3) == 0
+    found = {each.run.seed: each for each in read(path)}
+    for each in runs:
+        *_, here = train(each, torch.device("cpu"))
+        assert found[each.seed].run == each and found[each.seed].finished and found[each.seed].origin["at_once"] == 3
+        assert [point.loss for point in found[each.seed].curve] == [point.loss for point in here.curve]
+
+
+def test_a_process_that_dies_takes_its_unfinished_runs_with_it(path):
+    short, endless = run(0), run(1, steps=10**6)
+    workers = start([short, endless], "cpu", running=path.parent)
+    until(lambda: workers[0].poll() is not None, 20)
+    assert workers[1].poll() is None
+    workers[1].host.process.kill()
+    workers[1].host.process.wait()
+    assert workers[1].poll().failed.startswith("killed by SIGKILL") and workers[1].host.output.closed
+
+
+def test_a_result_that_was_cut_off_is_a_failure():
+    (worker,) = start([run(0)], "cpu")
+    worker.host.process.kill()
+    worker.host.process.wait()
+    os.pwrite(worker.host.output.fileno(), f'\nRESULT {worker.key} {{"id": "12\n'.encode(), 0)
+    assert worker.poll().failed.startswith("killed by SIGKILL: its result cannot be read")
+
+
+class Interrupted(Worker):
+    """Somebody presses Ctrl-C after its first test."""
+
+    pressed = False
+
+    def poll(self):
+        if self.progress()[0] and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return super().poll()
+
+
+def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monkeypatch):
+    monkeypatch.setattr(sweeping, "GRACE", 20)
+    long, running, text = run(0, steps=300, test_every=20), path.parent / "running", StringIO()
+    grid = [Cell("row", 16, (long,))]
+    with pytest.raises(KeyboardInterrupt):
+        run_cells(
+            grid,
+            path,
+            lambda runs: [Interrupted(run, Process([run], "cpu", running=running)) for run in runs],
+            console=Console(file=text),
+        )
+    assert "1 runs left, 1 of them wait to go on" in text.getvalue() and not read(path)
+    assert [*running.iterdir()] == [kept(running, identity(long))]
+
+    assert run_all(grid, path, partial(start, device="cpu", running=running)) == 0
+    (found,) = read(path)
+    *_, here = train(long, torch.device("cpu"))
+    assert len(found.origin["interrupted"]) == 1 and not [*running.iterdir()]
+    assert [replace(point, seconds=0) for point in found.curve] == [replace(point, seconds=0) for point in here.curve]
+
+
+def test_a_person_is_told_of_a_file_that_is_ignored(path, capsys):
+    file = kept(path.parent, identity(run(0)))
+    file.write_text("nonsense")
+    (worker,) = start([run(0)], "cpu", running=path.parent)
+    until(lambda: worker.host.process.poll() is not None, 20)
+    assert worker.poll().finished and f"{file} is ignored" in capsys.readouterr().out
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_mqar_workers import Cell, run, run_cells, start
+def started(runs):
+    workers = start(runs, "cpu", running=Path({path!r}).parent / "running")
+    print("started", workers[0].host.process.pid, flush=True)
+    return workers
+run_cells([Cell("row", 16, (run(0), run(1, steps=10**6)))], Path({path!r}), started)
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def until(what, seconds):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goes_on(path):
+    program = KILLED.format(tests=str(Path(__file__).parent), path=str(path))
+    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = []
+    while len(pids) < 2:
+        line = sweep.stdout.readline()
+        assert line, "the sweep ended before it could be killed"
+        pids += [int(line.split()[1])] if line.startswith("started") else []
+    file = kept(path.parent / "running", identity(run(1, steps=10**6)))
+    until(file.exists, 20)
+    assert alive(pids[1])
+    os.kill(sweep.pid, signal.SIGKILL)  # in the middle of the second run
+    sweep.wait()
+    sweep.stdout.close()
+    try:
+        until(lambda: not alive(pids[1]), 20)
+    finally:
+        if alive(pids[1]):  # what this test is against
+            os.kill(pids[1], signal.SIGKILL)
+    assert [found.run.seed for found in read(path)] == [0]
+    assert torch.load(file, weights_only=True)["step"] > 0
+    before = path.read_text()
+
+    assert run_all([Cell("row", 16, (run(0), run(1)))], path, partial(start, device="cpu")) == 0
+    assert path.read_text().startswith(before)
+    assert [found.run.seed for found in read(path)] == [0, 1]
+
+
+def test_a_sweep_over_ray_finds_what_one_here_finds(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    grid = [Cell("row", 16, (run(0), run(1, options=TINY | {"nonsense": 1}), run(2)))]
+    monkeypatch.setitem(GRIDS, "tiny", lambda: grid)
+    for where, ray in (("here", False), ("there", True)):
+        assert sweep("tiny", jobs=2, out=tmp_path / where, ray=ray, device="cpu", console=Console(file=StringIO())) == 0
+    here, there = (Store(tmp_path / where / "tiny.jsonl").found for where in ("here", "there"))
+    assert here.keys() == there.keys() and len(here) == 3
+    for key in here:
+        assert [point.loss for point in here[key].curve] == [point.loss for point in there[key].curve]
+        assert here[key].failed == there[key].failed
