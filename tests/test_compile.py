@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import WIDTHS, Inputs, bounds, gradients, make, near, op, rel
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from runningtensor import running_tensor_step
@@ -130,3 +132,14 @@ def test_a_step_compiles_and_updates_its_state():
         near(outs[1:], outs[:1], 1e-14)
     assert rel(states[1], x.initial_state) > 0.1  # it was written
     near(states[1:], states[:1], 1e-14)
+
+
+def test_the_kernels_for_hopper_know_widths_that_a_compiler_leaves_open(monkeypatch):
+    hopper_launch = pytest.importorskip("runningtensor.ops.triton.hopper_launch")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    widths = [mode.from_tensor(torch.empty(width)).shape[0] for width in (25, 26)]
+    with mode:
+        v = torch.empty(1, 64, 2, 48, dtype=torch.bfloat16, device="cuda")
+        assert all(isinstance(width, torch.SymInt) for width in widths)
+        assert [hopper_launch.on_hopper(width, width, 64, v) for width in widths] == [True, False]
