@@ -3,8 +3,6 @@
 No autotuning: a table chooses the block sizes.
 """
 
-import os
-
 import torch
 import triton
 from torch import Tensor
@@ -20,8 +18,7 @@ from runningtensor.ops.triton.step import step_kernel
 
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 INTERPRETED = isinstance(scan_kernel, InterpretedFunction)
-# Kernels for matrix states are right in the interpreter and have yet to be so on a GPU: there only where asked for.
-MATRIX_KERNELS = INTERPRETED or (os.environ.get("RUNNINGTENSOR_MATRIX_KERNELS") == "1" and VERSION >= (3, 7, 1))
+MATRIX_KERNELS = INTERPRETED or VERSION >= (3, 7, 1)  # older Triton transposes products wrongly on Hopper
 
 
 def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
