@@ -38,12 +38,11 @@ class Pretended:
 
     def __init__(self, accuracies, stopping=None):
         self.accuracies, self.started, self.killed = accuracies, [], []
-        self.stopping, self.asked, self.together = stopping or {}, [], []
+        self.stopping, self.asked = stopping or {}, []
 
-    def __call__(self, runs):
-        self.started += [run.seed for run in runs]
-        self.together.append(len(runs))
-        return [Job(self, run) for run in runs]
+    def __call__(self, run):
+        self.started.append(run.seed)
+        return Job(self, run)
 
 
 class Job:
@@ -188,15 +187,6 @@ def test_no_more_runs_at_once_than_asked(path):
     start = Pretended({})
     assert run_all(cells((0, 1, 2), (3, 4, 5)), path, start, jobs=4, minutes=0.001) == 6
     assert len(start.started) == 4
-
-
-def test_runs_of_one_cell_share_a_process_and_wait_for_room_for_all_of_them(path):
-    start = Pretended({seed: 0.5 for seed in range(7)})
-    assert run_all(cells((0, 1, 2, 3), (4, 5, 6)), path, start, jobs=5, together=3) == 0
-    assert start.started == [0, 1, 2, 4, 5, 6, 3] and start.together == [3, 3, 1]
-    start = Pretended({seed: 0.5 for seed in (3, 4, 5)})
-    run_all(cells((0, 1), (3, 4, 5)), path.with_name("other.jsonl"), start, jobs=4, together=3, minutes=0.001)
-    assert start.started == [0, 1]  # which leave room for two
 
 
 def test_runs_under_way_are_stopped_at_the_deadline_and_leave_nothing(path):

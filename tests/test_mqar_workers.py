@@ -1,4 +1,4 @@
-"""A run in a process gives what it gives here, whatever becomes of the process, of others in it and of the sweep."""
+"""A run in a process gives what it gives here, whatever becomes of the process and of the sweep."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from runningtensor.mqar.grids import GRIDS, Cell
 from runningtensor.mqar.record import identity
 from runningtensor.mqar.sweep import Store, read, run_cells, sweep
 from runningtensor.mqar.train import train
-from runningtensor.mqar.workers import Process, Worker, kept, start
+from runningtensor.mqar.workers import Worker, kept
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
     wrong = run(1, options=TINY | {"nonsense": 1})
     deadly = run(2, mixer="deltanet", options={})
 
-    def started(runs):
-        workers = start(runs, "cpu")
-        if runs == [deadly]:
-            workers[0].host.process.kill()
-        return workers
+    def started(run):
+        worker = Worker(run, "cpu")
+        if run == deadly:
+            worker.process.kill()
+        return worker
 
     grid = [Cell("row", 16, (wrong, deadly, run(3)))]
     assert run_all(grid, path, started, jobs=3) == 0
@@ -48,31 +48,11 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
     assert [point.loss for point in found[3].curve] == [point.loss for point in here.curve]
 
 
-def test_runs_in_one_process_give_what_each_gives_alone(path):
-    runs = (run(0, steps=5), run(1, lr=3e-3), run(2, steps=5, test_every=2))
-    assert run_all([Cell("row", 16, runs)], path, partial(start, device="cpu"), jobs=3, together=3) == 0
-    found = {each.run.seed: each for each in read(path)}
-    for each in runs:
-        *_, here = train(each, torch.device("cpu"))
-        assert found[each.seed].run == each and found[each.seed].finished and found[each.seed].origin["at_once"] == 3
-        assert [point.loss for point in found[each.seed].curve] == [point.loss for point in here.curve]
-
-
-def test_a_process_that_dies_takes_its_unfinished_runs_with_it(path):
-    short, endless = run(0), run(1, steps=10**6)
-    workers = start([short, endless], "cpu", running=path.parent)
-    until(lambda: workers[0].poll() is not None, 20)
-    assert workers[1].poll() is None
-    workers[1].host.process.kill()
-    workers[1].host.process.wait()
-    assert workers[1].poll().failed.startswith("killed by SIGKILL") and workers[1].host.output.closed
-
-
 def test_a_result_that_was_cut_off_is_a_failure():
-    (worker,) = start([run(0)], "cpu")
-    worker.host.process.kill()
-    worker.host.process.wait()
-    os.pwrite(worker.host.output.fileno(), f'\nRESULT {worker.key} {{"id": "12\n'.encode(), 0)
+    worker = Worker(run(0), "cpu")
+    worker.process.kill()
+    worker.process.wait()
+    os.pwrite(worker.output.fileno(), b'\nRESULT {"id": "12\n', 0)
     assert worker.poll().failed.startswith("killed by SIGKILL: its result cannot be read")
 
 
@@ -96,13 +76,13 @@ def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monk
         run_cells(
             grid,
             path,
-            lambda runs: [Interrupted(run, Process([run], "cpu", running=running)) for run in runs],
+            partial(Interrupted, device="cpu", running=running),
             console=Console(file=text),
         )
     assert "1 runs left, 1 of them wait to go on" in text.getvalue() and not read(path)
     assert [*running.iterdir()] == [kept(running, identity(long))]
 
-    assert run_all(grid, path, partial(start, device="cpu", running=running)) == 0
+    assert run_all(grid, path, partial(Worker, device="cpu", running=running)) == 0
     (found,) = read(path)
     *_, here = train(long, torch.device("cpu"))
     assert len(found.origin["interrupted"]) == 1 and not [*running.iterdir()]
@@ -112,8 +92,8 @@ def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monk
 def test_a_person_is_told_of_a_file_that_is_ignored(path, capsys):
     file = kept(path.parent, identity(run(0)))
     file.write_text("nonsense")
-    (worker,) = start([run(0)], "cpu", running=path.parent)
-    until(lambda: worker.host.process.poll() is not None, 20)
+    worker = Worker(run(0), "cpu", running=path.parent)
+    until(lambda: worker.process.poll() is not None, 20)
     assert worker.poll().finished and f"{file} is ignored" in capsys.readouterr().out
 
 
@@ -121,11 +101,11 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_mqar_workers import Cell, run, run_cells, start
-def started(runs):
-    workers = start(runs, "cpu", running=Path({path!r}).parent / "running")
-    print("started", workers[0].host.process.pid, flush=True)
-    return workers
+from test_mqar_workers import Cell, Worker, run, run_cells
+def started(run):
+    worker = Worker(run, "cpu", running=Path({path!r}).parent / "running")
+    print("started", worker.process.pid, flush=True)
+    return worker
 run_cells([Cell("row", 16, (run(0), run(1, steps=10**6)))], Path({path!r}), started)
 """
 
@@ -168,7 +148,7 @@ def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goe
     assert torch.load(file, weights_only=True)["step"] > 0
     before = path.read_text()
 
-    assert run_all([Cell("row", 16, (run(0), run(1)))], path, partial(start, device="cpu")) == 0
+    assert run_all([Cell("row", 16, (run(0), run(1)))], path, partial(Worker, device="cpu")) == 0
     assert path.read_text().startswith(before)
     assert [found.run.seed for found in read(path)] == [0, 1]
 

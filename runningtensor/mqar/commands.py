@@ -141,9 +141,6 @@ def sweep(
     grid: Annotated[Grid, typer.Argument(help="What to run.")],
     minutes: Annotated[float | None, typer.Option(help="Then runs under way are stopped, to go on later.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
-    together: Annotated[
-        int, typer.Option(help="Of them, so many of a cell in one process, on streams of their own.")
-    ] = 1,
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
     only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
     runs: Annotated[
@@ -163,7 +160,6 @@ def sweep(
         minutes,
         jobs,
         out,
-        together=together,
         lengths=length or (),
         only=only,
         runs=runs,

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,7 @@ from runningtensor.bench.provenance import cores
 from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
 from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
-from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, kept
-from runningtensor.mqar.workers import start as start_here
+from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
 
 # -- The file ----------------------------------------------------------------------------------------------------------
 
@@ -153,13 +152,6 @@ class Plan:
         """In all of the grid."""
         return not any(key in keys and self.open(cell) for cell, keys in self.members.items())
 
-    def next_batch(self, left: Sequence[str], active: Container[str], together: int, room: int) -> list[str]:
-        """The first that is left and is not under way, with others that are of the same cells; none if the room is too
-        small for them."""
-        waiting = [key for key in left if key not in active]
-        batch = [key for key in waiting if self.cells[key] == self.cells[waiting[0]]][:together]
-        return batch if len(batch) <= room else []
-
     def name(self, key: str) -> str:
         run, (row, length) = self.runs[key], self.cells[key][0]
         return f"{row} · {length} · lr {run.lr:g} · seed {run.seed}"
@@ -171,7 +163,6 @@ def sweep(
     jobs: int = 1,
     out: Path = Path("results/mqar"),
     *,
-    together: int = 1,
     lengths: Sequence[int] = (),
     only: str = "",
     runs: int | None = None,
@@ -184,11 +175,11 @@ def sweep(
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
 
     Of the grid, cells of these lengths, or of all, and those whose row has the words `only` in it; of each cell, the
-    first so many runs, or all. Of the runs at once, `together` of a cell are in one process.
+    first so many runs, or all.
     """
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
-    for what, count in (("jobs", jobs), ("together", together), ("runs", runs)):
+    for what, count in (("jobs", jobs), ("runs", runs)):
         if count is not None and count < 1:
             raise ValueError(f"{what} must be at least 1, but was {count}")
     grid = GRIDS[name]()
@@ -211,11 +202,10 @@ def sweep(
         return run_cells(
             grid,
             out / f"{name}.jsonl",
-            cluster.start if cluster else partial(start_here, device=device, threads=threads, running=running),
+            cluster.start if cluster else partial(Worker, device=device, threads=threads, running=running),
             minutes=minutes,
             jobs=cluster.jobs if cluster else jobs,
             wanted=wanted,
-            together=1 if cluster else together,
             all_runs=all_runs,
             retry=retry,
             console=console,
@@ -228,12 +218,11 @@ def sweep(
 def run_cells(
     grid: Sequence[Cell],
     path: Path,
-    start: Callable[[Sequence[Run]], Sequence[Job]],
+    start: Callable[[Run], Job],
     *,
     wanted: Sequence[Cell] | None = None,  # of the grid, with some of their runs or all
     minutes: float | None = None,
     jobs: int = 1,
-    together: int = 1,
     all_runs: bool = False,  # a cell goes on after a run that is good enough
     retry: bool = False,  # runs whose process died are run again
     console: Console | None = None,
@@ -286,8 +275,8 @@ def run_cells(
             with live if console.is_terminal else nullcontext():
                 while (left := plan.left()) and time.monotonic() < deadline:
                     drop_needless()
-                    while batch := plan.next_batch(left, active, min(together, jobs), jobs - len(active)):
-                        active |= zip(batch, start([plan.runs[key] for key in batch]), strict=True)
+                    for key in [key for key in left if key not in active][: jobs - len(active)]:
+                        active[key] = start(plan.runs[key])
                     time.sleep(PAUSE)
                     collect()
         finally:  # out of time, or interrupted

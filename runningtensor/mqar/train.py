@@ -22,7 +22,7 @@ from runningtensor.mqar.mixers import MIXERS
 from runningtensor.mqar.record import Point, Result, Run, Score, now, point_from
 from runningtensor.ops.interface import triton_refuses
 
-__all__ = ["Point", "Recall", "Result", "Run", "Score", "stepping", "train"]
+__all__ = ["Point", "Recall", "Result", "Run", "Score", "train"]
 
 WARM_UPS = 3  # steps of a task before its graph is captured: kernels are compiled in the first
 
@@ -262,20 +262,15 @@ def setting(trainer: Trainer, result: Result) -> str:
     return json.dumps(same, sort_keys=True)
 
 
-def train(run: Run, device: torch.device | None = None, graph: bool = True, **options: Any) -> Iterator[Result]:
-    """Yields the result, growing: after each test one point more. As `stepping`, whose steps are all done at once."""
-    return (result for result, grown in stepping(run, device, graph, **options) if grown)
-
-
-def stepping(
+def train(
     run: Run,
     device: torch.device | None = None,
     graph: bool = True,
     *,
     kept: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[Result, bool]]:
-    """Yields the result after each step, and whether it has grown. On CUDA, steps are graphs unless told otherwise.
+) -> Iterator[Result]:
+    """Yields the result, growing: after each test one point more. On CUDA, steps are graphs unless told otherwise.
 
     What it needs to go on is in the file `kept` after each test, and when `stop`, asked after each step, has said so:
     the run then ends with a result that is not finished. It begins with what is in that file.
@@ -320,7 +315,6 @@ def stepping(
         asked, done = stop(), False
         tested = step % run.test_every == 0 or step == run.steps
         if not (asked or tested):
-            yield result, False
             continue
         healthy, loss = bool(trainer.healthy), trainer.loss.item()
         result.ms_a_step = clock.read()
@@ -348,7 +342,7 @@ def stepping(
                 "commits": [*result.origin.get("interrupted", ()), result.origin["commit"]],
             }
             resume.save(kept, of, trainer.state() | rest)
-        yield result, True
+        yield result
         if done or asked:
             return
         clock.mark()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,42 +23,21 @@ GRACE = 30.0  # seconds for a run that is asked to stop; it may have to finish a
 
 
 def work() -> None:
-    """The process: a job on its standard input, progress and results on its standard output.
-
-    A job is one run, or several, of which each makes a step in turn. On a GPU each then has a stream of its own: where
-    a step of one leaves room, those of others run beside it. Steps of two processes do not, they take turns.
-    """
+    """The process: a job on its standard input, progress and the result on its standard output."""
     job = json.loads(sys.stdin.readline())
     Thread(target=leave_with_parent, daemon=True).start()
     import torch
 
-    from runningtensor.mqar.train import stepping
+    from runningtensor.mqar.train import train
 
     asked = Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     device = torch.device(job["device"]) if job["device"] else None
-    runs = [run_from(run) for run in job["runs"]]
-    several = len(runs) > 1 and torch.cuda.is_available() and (device is None or device.type == "cuda")
-    streams = [torch.cuda.Stream(device) if several else None for _ in runs]
-    active = {}
-    for run, stream in zip(runs, streams, strict=True):
-        key = identity(run)
-        file = kept(job["running"], key) if job["running"] else None
-        active[key] = (stepping(run, device, kept=file, stop=asked.is_set), stream)
-    results: dict[str, Result] = {}
-    while active:
-        for key, (steps, stream) in [*active.items()]:
-            with torch.cuda.stream(stream):  # of None: as it was
-                step = next(steps, None)
-            if step is None:
-                del active[key]
-                # On a line of its own, whatever was printed before.
-                print(f"\n{RESULT}{key} {to_json(results[key])}", flush=True)
-                continue
-            result, grown = step
-            results[key] = result
-            if grown and result.curve:
-                print(f"{PROGRESS}{key} {result.curve[-1].step} {result.accuracy}", flush=True)
+    kept = Path(job["kept"]) if job["kept"] else None
+    for result in train(run_from(job["run"]), device, kept=kept, stop=asked.is_set):
+        for point in result.curve[-1:]:
+            print(f"{PROGRESS}{point.step} {result.accuracy}", flush=True)
+    print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
 
 
 def leave_with_parent() -> None:
@@ -85,14 +63,14 @@ class Job(Protocol):
     def kill(self) -> None: ...
 
 
-class Process:
-    """Runs in a process of this machine."""
+class Worker:
+    """A run in a process of this machine."""
 
     def __init__(
-        self, runs: Sequence[Run], device: str | None = None, threads: int = 1, *, running: Path | str | None = None
+        self, run: Run, device: str | None = None, threads: int = 1, *, running: Path | str | None = None
     ) -> None:
-        job = {"runs": [asdict(run) for run in runs], "device": device, "running": running and str(running)}
-        self.left = {identity(run) for run in runs}
+        self.run = run
+        job = {"run": asdict(run), "device": device, "kept": running and str(kept(running, identity(run)))}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         self.size, self.said = 0, list[str]()
         self.process = subprocess.Popen(
@@ -108,83 +86,51 @@ class Process:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
 
-    def lines(self) -> list[str]:
-        """All it has said, read where there is more of it; by pread, for it writes at the position of the same file."""
+    def lines(self, start: str) -> list[str]:
+        """What follows these words in lines it said, read where there is more of them; by pread, for it writes at the
+        position of the same file."""
         if (size := os.fstat(self.output.fileno()).st_size) != self.size:
             said = os.pread(self.output.fileno(), size, 0)
             self.size, self.said = len(said), said.decode(errors="replace").splitlines()
-        return self.said
-
-    def last_words(self) -> str:
-        """How it ended."""
-        code = self.process.returncode
-        why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-        said = (line.strip() for line in self.lines() if not line.startswith((PROGRESS, RESULT, NOTE)))
-        return ": ".join((why, *[line for line in said if line][-1:]))
-
-    def leave(self, key: str) -> None:
-        """Nobody asks for this run any more. The last of them closes the door."""
-        self.left.discard(key)
-        if self.left or self.output.closed:
-            return
-        for line in self.lines():
-            if line.startswith(NOTE):
-                print(line.removeprefix(NOTE))
-        self.output.close()
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-
-class Worker:
-    """A run in a process, alone or with others: they are stopped and killed with it."""
-
-    def __init__(self, run: Run, host: Process) -> None:
-        self.run, self.host, self.key = run, host, identity(run)
-        self.result: Result | None = None  # once it has ended
-
-    def said(self, what: str) -> list[str]:
-        """What follows these words and the key of the run in lines of the process."""
-        start = f"{what}{self.key} "
-        return [line.removeprefix(start) for line in self.host.lines() if line.startswith(start)]
+        return [line.removeprefix(start) for line in self.said if line.startswith(start)]
 
     def progress(self) -> tuple[int, float]:
         """Step and accuracy."""
         with suppress(ValueError, OSError, IndexError):  # it is asked while it ends, or in the middle of a line
-            said = [line.split() for line in self.said(PROGRESS)]
+            said = [line.split() for line in self.lines(PROGRESS)]
             return (int(said[-1][0]), float(said[-1][1])) if said else (0, 0.0)
         return 0, 0.0
 
     def poll(self) -> Result | None:
-        if self.result is not None:
-            return self.result
-        code = self.host.process.poll()  # first: then nothing it says before its end is missed
-        found, broken = self.said(RESULT), ""
-        try:
-            result = parsed(found[-1]) if found else None
-        except ValueError as error:  # it is in the middle of it, or died there
-            result, broken = None, f": its result cannot be read: {error}"
-        if result is None:
-            if code is None:
-                return None
-            result = failure(self.run, self.host.last_words() + broken)
-        self.result = result
-        self.host.leave(self.key)
-        return result
+        code = self.process.poll()
+        if code is None:
+            return None
+        found, notes, words = self.lines(RESULT), self.lines(NOTE), [line.strip() for line in self.lines("")]
+        self.close()
+        for note in notes:
+            print(note)
+        why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+        if found:
+            try:
+                return parsed(found[-1])
+            except ValueError as error:  # it died in the middle of it
+                return failure(self.run, f"{why}: its result cannot be read: {error}")
+        words = [line for line in words if line and not line.startswith((PROGRESS, NOTE))]
+        return failure(self.run, ": ".join((why, *words[-1:])))
 
     def stop(self) -> None:
-        self.host.process.terminate()
+        self.process.terminate()
 
     def kill(self) -> None:
-        self.host.process.kill()
-        self.host.process.wait()
-        self.host.leave(self.key)
+        self.process.kill()
+        self.process.wait()
+        self.close()
 
-
-def start(runs: Sequence[Run], *where: Any, **options: Any) -> list[Worker]:
-    """Runs in one process, of which each makes a step in turn."""
-    host = Process(runs, *where, **options)
-    return [Worker(run, host) for run in runs]
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.output.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
 
 def failure(run: Run, why: str) -> Result:
@@ -196,7 +142,7 @@ def failure(run: Run, why: str) -> Result:
 
 def elsewhere(line: str, device: str | None, running: str) -> str:
     """What a machine of a Ray cluster does: the same as this one would. If it has the folder, runs go on there too."""
-    (worker,) = start([run_from(json.loads(line))], device, running=running)
+    worker = Worker(run_from(json.loads(line)), device, running=running)
     while (result := worker.poll()) is None:
         try:
             time.sleep(PAUSE)
@@ -222,10 +168,9 @@ class Cluster:
         # A run that fails is not tried again elsewhere: the sweep writes down why.
         self.elsewhere = ray.remote(num_cpus=1, num_gpus=1 / jobs if gpus else 0, max_retries=0)(elsewhere)
 
-    def start(self, runs: Sequence[Run]) -> list["RemoteWorker"]:
-        lines = [json.dumps(asdict(run)) for run in runs]
-        references = [self.elsewhere.remote(line, self.device, self.running) for line in lines]
-        return [RemoteWorker(self.ray, *both) for both in zip(runs, references, strict=True)]
+    def start(self, run: Run) -> "RemoteWorker":
+        reference = self.elsewhere.remote(json.dumps(asdict(run)), self.device, self.running)
+        return RemoteWorker(self.ray, run, reference)
 
     def close(self) -> None:
         self.ray.shutdown()

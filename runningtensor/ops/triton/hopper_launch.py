@@ -14,7 +14,7 @@ def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
     """Whether the kernels for Hopper take this: bfloat16 or float16, some widths of keys, V a multiple of 16."""
     if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
         return False
-    known = any(K == k and R == r for k, r in hopper.SHAPES)  # not `in`: a compiler's widths cannot be hashed
+    known = any(k == K and r == R for k, r in hopper.SHAPES)  # not `in`: a compiler's widths cannot be hashed
     return known and v.shape[-1] % 16 == 0 and chunk == 64 and v.dtype != torch.float32
 
 
