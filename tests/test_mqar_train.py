@@ -12,12 +12,13 @@ from statistics import median
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
 from runningtensor.layers import RunningTensor
 from runningtensor.mqar import resume
 from runningtensor.mqar import train as training
-from runningtensor.mqar.data import IGNORE, Task
+from runningtensor.mqar.data import IGNORE, Task, validation
 from runningtensor.mqar.mixers import MIXERS, TiedKeys
 from runningtensor.mqar.record import from_json, identity, to_json
 from runningtensor.mqar.train import Batch, Clock, Recall, Run, Trainer, score, train
@@ -139,6 +140,26 @@ def test_steps_are_those_of_a_plain_training_loop():
         assert trainer.loss.item() == pytest.approx(loss.item(), rel=1e-4)
     for p, want in zip(trainer.model.parameters(), model.parameters(), strict=True):
         assert torch.allclose(p, want, atol=2e-3)
+
+
+def test_compiled_it_makes_the_same_steps_and_layers_and_numbers_of_pairs_share_what_is_compiled():
+    fewer = replace(EASY, pairs=EASY.pairs - 1)
+    count = CompileCounterWithBackend("aot_eager")
+    losses = []
+    for compiled in (False, True):
+        trainer = Trainer(run(layers=3), CPU, graph=True)
+        if compiled:
+            trainer.compile(backend=count)
+        for task in (EASY, fewer):
+            batch = Batch(task, 8, CPU)
+            batch.fill(*task.sample(8, torch.Generator().manual_seed(0)))
+            trainer.step(batch, 1e-2)
+            losses.append(trainer.loss.item())
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
+    assert count.frame_count == 5  # embeddings, a layer, the last norm, and the loss for each number of pairs
+    x, y, _ = validation(EASY, 4)
+    training.test(trainer.model, EASY, x, y, 4)
+    assert count.frame_count == 5
 
 
 def test_what_a_graph_would_read_stays_where_it_is():

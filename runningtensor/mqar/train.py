@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy, embedding, silu
 
 from runningtensor.bench.provenance import provenance
 from runningtensor.layers.baselines import RMSNorm
@@ -40,13 +40,18 @@ class Block(nn.Module):
         return x + self.down(silu(self.gate(y)) * self.up(y))
 
 
+class Embedding(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.weight)  # said here: a module of torch itself would not be compiled
+
+
 class Recall(nn.Module):
     """A pre-norm decoder with tied embeddings."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         make = MIXERS[run.mixer]
-        self.embedding = nn.Embedding(run.test.vocab_size, run.d_model)
+        self.embedding = Embedding(run.test.vocab_size, run.d_model)
         nn.init.normal_(self.embedding.weight, std=run.embedding_std)
         self.blocks = nn.ModuleList(
             Block(make(run.d_model, **run.options), run.d_model, run.mlp * run.d_model) for _ in range(run.layers)
@@ -73,11 +78,14 @@ class Recall(nn.Module):
 
     def logits(self, tokens: Tensor, places: Tensor) -> Tensor:
         """[B,P,vocabulary], at the places [B,P] of tokens [B,T]."""
-        x = self(tokens)
+        return self.read(self(tokens), places)
+
+    def read(self, x: Tensor, places: Tensor) -> Tensor:
         return x.gather(1, places[..., None].expand(-1, -1, x.shape[2])) @ self.embedding.weight.T
 
-    def loss(self, tokens: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.logits(tokens, places).flatten(0, 1).float(), labels.flatten())
+    def loss(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        """Of hidden states."""
+        return cross_entropy(self.read(x, places).flatten(0, 1).float(), labels.flatten())
 
 
 def size(*modules: nn.Module) -> int:
@@ -153,9 +161,17 @@ class Trainer:
         if self.graph:
             self.pool, self.aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
             self.optimizer._warned_capturable_if_run_uncaptured = True
-            # Norms, short convolutions and the loss as few kernels: of a step of attention they were three quarters.
-            torch._dynamo.config.recompile_limit = 256  # a shape of a model each: none may be left out
-            self.loss_of = torch.compile(self.model.loss, dynamic=False)
+            self.compile()
+
+    def compile(self, **options: Any) -> None:
+        """Norms, short convolutions and the loss as few kernels: of a step of attention they were three quarters.
+
+        Part by part: layers are alike, and so are tasks that differ in their pairs alone. Each is compiled once.
+        """
+        torch._dynamo.config.recompile_limit = 256  # a shape of a part each: none may be left out
+        for part in (self.model.embedding, *self.model.blocks, self.model.norm):
+            part.compile(dynamic=False, **options)
+        self.loss_of = torch.compile(self.model.loss, dynamic=False, **options)
 
     def step(self, batch: Batch, rate: float) -> bool:
         """One step. False: it was one of the first of its task, which take longer."""
@@ -178,7 +194,7 @@ class Trainer:
 
     def update(self, batch: Batch) -> None:
         """Nothing here reads a number from the GPU, or depends on one."""
-        loss = self.loss_of(batch.tokens, batch.places, batch.labels)
+        loss = self.loss_of(self.model(batch.tokens), batch.places, batch.labels)
         grads = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         with torch.no_grad():
             torch._foreach_copy_(self.grads, grads)  # in few kernels, where one for each parameter would be felt
@@ -237,10 +253,11 @@ class Clock:
 @torch.no_grad()
 def test(model: Recall, task: Task, inputs: Tensor, labels: Tensor, batch: int) -> Score:
     guesses, truths = [], []
-    for x, y in zip(inputs.split(batch), labels.split(batch), strict=True):
-        wanted, places = labelled(y, task)
-        guesses.append(model.logits(x, places).argmax(-1).flatten())
-        truths.append(wanted.flatten())
+    with torch.compiler.set_stance("force_eager"):  # too few tests for other shapes to be compiled
+        for x, y in zip(inputs.split(batch), labels.split(batch), strict=True):
+            wanted, places = labelled(y, task)
+            guesses.append(model.logits(x, places).argmax(-1).flatten())
+            truths.append(wanted.flatten())
     return score(torch.cat(guesses).cpu(), torch.cat(truths).cpu(), task.vocab_size)
 
 
