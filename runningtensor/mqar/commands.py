@@ -109,11 +109,7 @@ def train(
         raise ValueError(f"options must fit {mixer}, but were {options}: {error}") from error
     if out:
         Store(out).close()
-    try:
-        on = torch.device(device) if device else None
-    except RuntimeError as error:
-        raise ValueError(f"device must be cpu or cuda, but was {device!r}") from error
-    for result in training.train(run, on, graph):
+    for result in training.train(run, torch.device(device) if device else None, graph):
         point = result.curve[-1]
         aside.print(
             f"step {point.step:>6,} of {steps:,}  loss {point.loss:6.3f}  accuracy {100 * point.accuracy:6.2f}  "
