@@ -552,11 +552,12 @@ def test_says_which_shape_is_wrong(name, options, message):
 def gla_inputs(T: int, strength: float, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(2, T, 3, n, generator=generator, dtype=torch.float64) for n in (4, 4, 5, 4))
-    return [x.to(dtype).requires_grad_() for x in (q, k, v, logsigmoid(strength * g) / 16)]
+    g = logsigmoid(strength * g) / 16 if strength < torch.inf else logsigmoid(g).masked_fill(g < -1.5, -torch.inf)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, g)]
 
 
 @pytest.mark.parametrize("T", (1, 15, 64, 65, 150))
-@pytest.mark.parametrize("strength", (1.0, 1e2, 1e5))  # 1e5: resets among channels that hardly forget
+@pytest.mark.parametrize("strength", (1.0, 1e2, 1e5, torch.inf))  # 1e5: resets among channels that hardly forget
 def test_gla_takes_any_decay_and_length(T, strength):
     def run(f, dtype):
         x = gla_inputs(T, strength, dtype)

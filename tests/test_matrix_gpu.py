@@ -16,7 +16,6 @@ SHAPES = pytest.mark.parametrize(("K", "V"), ((24, 48), (32, 64), (128, 16), (12
 
 @pytest.fixture(autouse=True)
 def only_these(monkeypatch):
-    monkeypatch.setattr(launch, "MATRIX_KERNELS", True)
     monkeypatch.setattr(launch, "scan", None)
 
 

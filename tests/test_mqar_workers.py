@@ -89,6 +89,21 @@ def test_a_sweep_that_is_interrupted_goes_on_in_the_middle_of_its_run(path, monk
     assert [replace(point, seconds=0) for point in found.curve] == [replace(point, seconds=0) for point in here.curve]
 
 
+def test_an_interrupt_while_a_result_is_written_down_does_not_lose_it(path, monkeypatch):
+    add, pressed = Store.add, []
+
+    def interrupted(store, result):
+        if not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        add(store, result)
+
+    monkeypatch.setattr(Store, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([Cell("row", 16, (run(0),))], path, partial(Worker, device="cpu"))
+    assert [found.run.seed for found in read(path)] == [0]
+
+
 def test_a_person_is_told_of_a_file_that_is_ignored(path, capsys):
     file = kept(path.parent, identity(run(0)))
     file.write_text("nonsense")

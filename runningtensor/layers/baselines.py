@@ -357,7 +357,7 @@ def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Ten
 
     Rows are paired, and pairs again. Between the second half of some rows and their first half, an exponent is what
     falls in the one and what falls in the other: a product of matrices for each size of halves. Sums grow as halves
-    do: scans, of which there would be dozens, take minutes to compile.
+    do: scans, of which there would be a dozen, take minutes to compile.
     """
     C, size = q.shape[-2], 1
     half = torch.arange(C, device=q.device)

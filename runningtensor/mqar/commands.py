@@ -140,7 +140,8 @@ def sweep(
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
     only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
     runs: Annotated[
-        int | None, typer.Option(help="The first so many of each cell: 2 are both large learning rates, one seed.")
+        int | None,
+        typer.Option(help="The first so many of each cell; 2 of a table: both large learning rates, one seed."),
     ] = None,
     out: OUT = Path("results/mqar"),
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,

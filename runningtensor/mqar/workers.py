@@ -33,10 +33,10 @@ def work() -> None:
     asked = Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     device = torch.device(job["device"]) if job["device"] else None
-    kept = Path(job["kept"]) if job["kept"] else None
-    for result in train(run_from(job["run"]), device, kept=kept, stop=asked.is_set):
-        for point in result.curve[-1:]:
-            print(f"{PROGRESS}{point.step} {result.accuracy}", flush=True)
+    file = Path(job["kept"]) if job["kept"] else None
+    for result in train(run_from(job["run"]), device, kept=file, stop=asked.is_set):
+        if result.curve:
+            print(f"{PROGRESS}{result.curve[-1].step} {result.accuracy}", flush=True)
     print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
 
 
@@ -70,6 +70,7 @@ class Worker:
         self, run: Run, device: str | None = None, threads: int = 1, *, running: Path | str | None = None
     ) -> None:
         self.run = run
+        self.result: Result | None = None  # once it has ended
         job = {"run": asdict(run), "device": device, "kept": running and str(kept(running, identity(run)))}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         self.size, self.said = 0, list[str]()
@@ -87,8 +88,8 @@ class Worker:
             self.process.stdin.flush()
 
     def lines(self, start: str) -> list[str]:
-        """What follows these words in lines it said, read where there is more of them; by pread, for it writes at the
-        position of the same file."""
+        """What follows these words in lines it said. The file is read again only when it has grown, and by pread, for
+        the process writes at the position of the same file."""
         if (size := os.fstat(self.output.fileno()).st_size) != self.size:
             said = os.pread(self.output.fileno(), size, 0)
             self.size, self.said = len(said), said.decode(errors="replace").splitlines()
@@ -102,21 +103,22 @@ class Worker:
         return 0, 0.0
 
     def poll(self) -> Result | None:
+        """May be asked again: a sweep that is interrupted while it writes a result down asks for it once more."""
         code = self.process.poll()
-        if code is None:
-            return None
-        found, notes, words = self.lines(RESULT), self.lines(NOTE), [line.strip() for line in self.lines("")]
-        self.close()
-        for note in notes:
-            print(note)
+        if self.result is None and code is not None:
+            self.result = self.ended(code)
+            self.close()
+        return self.result
+
+    def ended(self, code: int) -> Result:
         why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-        if found:
+        if found := self.lines(RESULT):
             try:
                 return parsed(found[-1])
             except ValueError as error:  # it died in the middle of it
                 return failure(self.run, f"{why}: its result cannot be read: {error}")
-        words = [line for line in words if line and not line.startswith((PROGRESS, NOTE))]
-        return failure(self.run, ": ".join((why, *words[-1:])))
+        words = [line.strip() for line in self.lines("") if not line.startswith((PROGRESS, NOTE))]
+        return failure(self.run, ": ".join((why, *[word for word in words if word][-1:])))
 
     def stop(self) -> None:
         self.process.terminate()
@@ -127,8 +129,12 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        assert self.process.stdin is not None
+        if self.output.closed:
+            return
+        for note in self.lines(NOTE):
+            print(note)
         self.output.close()
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
 
