@@ -60,7 +60,7 @@ def test_the_numbers_of_a_cell():
         mean=pytest.approx(75),
         std=pytest.approx(50**0.5),
         seeds=2,
-        ms_a_step=5.0,
+        ms_a_step=None,
         parameters=100,
         state_floats=200,
         runs=4,
@@ -71,13 +71,12 @@ def test_the_numbers_of_a_cell():
 
 def test_only_a_run_that_had_the_gpu_to_itself_tells_how_long_a_step_takes():
     gated = cell("Gated DeltaNet")
-    shared = result(gated.runs[0], 0.7, ms=80.0)
-    shared.origin = ORIGIN | {"at_once": 9}
-    (found,) = summarize("table1", [gated], [shared])
-    assert found.ms_a_step is None
     timed = [result(of.runs[0], 0.0, ms=6.0 + of.length) for of in speed() if of.row == "Gated DeltaNet"]
-    (found,) = summarize("table1", [gated], [shared], timed)
-    assert found.ms_a_step == 6.0 + 1024
+    for company, want in (({}, 6.0 + 1024), ({"at_once": 9}, None), ({"interrupted": ["abc1234"]}, None)):
+        for each in timed:
+            each.origin = ORIGIN | company
+        (found,) = summarize("table1", [gated], [result(gated.runs[0], 0.7, ms=80.0)], timed)
+        assert found.ms_a_step == want
 
 
 def test_one_seed_has_no_spread():
@@ -99,7 +98,8 @@ def test_a_run_counts_in_the_cell_it_is_of_and_at_the_length_it_was_tested_at():
 
 
 def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
-    tensor = cell("RunningTensor")
+    tensor, timed = (next(x for x in grid if x.row == "RunningTensor") for grid in (table1(), speed()))
+    (tmp_path / "speed.jsonl").write_text(to_json(result(timed.runs[0], 0.0, ms=4.0)) + "\n")
     text, _ = printed("table1", [result(tensor.runs[0], 0.98765, parameters=175_475, state_floats=120_000)], tmp_path)
     line = next(line for line in text.splitlines() if line.strip().startswith("RunningTensor "))
     for word in ("175,475", "120,000", "1,024", "100.0", "98.77", "50.00", "0.01", "4.0", "1 of 9"):
