@@ -189,8 +189,8 @@ class DeltaNet(Mixer):
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         qkv, b = self.in_proj(x).split((sum(self.sizes), self.num_heads), -1)
-        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv, position)).split(self.sizes, -1))
-        q, k = l2_normalize(q), l2_normalize(k)
+        q, k, v = (silu(self.heads(y)) for y in convolve(self.conv, qkv, position).split(self.sizes, -1))
+        q, k, v = l2_normalize(q), l2_normalize(k), v.contiguous()  # the op would copy it, forward and backward
         out, _ = running_tensor((q,), (k,), v, beta=b.sigmoid(), cu_seqlens=cu_seqlens)
         return self.norm(out).flatten(-2)
 
@@ -227,8 +227,8 @@ class GatedDeltaNet(Mixer):
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, position: Tensor | None) -> Tensor:
         qkv, gate, a, b = self.in_proj(x).split((sum(self.sizes), *self.rest), -1)
-        q, k, v = (self.heads(y) for y in silu(convolve(self.conv, qkv, position)).split(self.sizes, -1))
-        q, k = l2_normalize(q), l2_normalize(k)
+        q, k, v = (silu(self.heads(y)) for y in convolve(self.conv, qkv, position).split(self.sizes, -1))
+        q, k, v = l2_normalize(q), l2_normalize(k), v.contiguous()
         beta, log_decay = wide(b).sigmoid(), -wide(self.A_log).exp() * softplus(wide(a) + self.dt_bias)
         out, _ = running_tensor((q,), (k,), v, beta=beta, log_decay=log_decay, cu_seqlens=cu_seqlens)
         return self.norm(out, self.heads(gate)).flatten(-2)

@@ -8,6 +8,7 @@ early. All other places hold random tokens, or zeros.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ class Task:
 
     def sample(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and labels [batch,length], drawn on the generator's device."""
+        inputs, places, values = self.draw(batch, generator)
+        return inputs, torch.full_like(inputs, IGNORE).scatter_(1, places, values)
+
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs [batch,length], and where and what is to be predicted [batch,pairs]."""
         device, half = generator.device, self.vocab_size // 2
 
         def uniform(*shape: int) -> Tensor:
@@ -45,19 +51,22 @@ class Task:
         keys = 1 + without_replacement(half - 1)
         values = half + without_replacement(self.vocab_size - half)
         slots = (self.length - 2 * self.pairs) // 2
-        weights = torch.arange(1, slots + 1, device=device).double() ** (self.power - 1)
         # The largest of log p + Gumbel noise are a sample without replacement.
         noise = -torch.log(-torch.log(uniform(batch, slots).double().clamp(1e-300, 1 - 1e-16)))
-        places = 2 * self.pairs + 2 * (weights.log() + noise).topk(self.pairs).indices
+        places = 2 * self.pairs + 2 * (log_weights(slots, self.power, device) + noise).topk(self.pairs).indices
 
         inputs = torch.zeros(batch, self.length, dtype=torch.long, device=device)
         inputs[:, 0 : 2 * self.pairs : 2], inputs[:, 1 : 2 * self.pairs : 2] = keys, values
         inputs.scatter_(1, places, keys)
-        labels = torch.full_like(inputs, IGNORE).scatter_(1, places, values)
         if self.random_filler:
             filler = torch.randint(self.vocab_size, inputs.shape, generator=generator, device=device)
             inputs = torch.where(inputs == 0, filler, inputs)
-        return inputs, labels
+        return inputs, places, values
+
+
+@cache
+def log_weights(slots: int, power: float, device: torch.device) -> Tensor:
+    return (torch.arange(1, slots + 1, device=device).double() ** (power - 1)).log()
 
 
 def validation(task: Task, count: int, seed: int = 2**31) -> tuple[Tensor, Tensor, str]:

@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -119,9 +119,19 @@ class Batch:
             torch.zeros(sequences, task.pairs, dtype=torch.long, device=device) for _ in range(2)
         )
 
-    def fill(self, inputs: Tensor, labels: Tensor) -> None:
-        self.tokens.copy_(inputs)
-        torch.topk(labels, self.task.pairs, 1, out=(self.labels, self.places))
+    def fill(self, inputs: Tensor, places: Tensor, labels: Tensor) -> None:
+        for mine, x in ((self.tokens, inputs), (self.places, places), (self.labels, labels)):
+            mine.copy_(x)
+
+
+def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """A kernel for each pair of dtypes. Given several at once, torch takes one for each tensor, which would be felt."""
+    alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for mine, x in zip(into, source, strict=True):
+        if mine.data_ptr() != x.data_ptr():  # else it is the same memory
+            alike.setdefault((mine.dtype, x.dtype), []).append((mine, x))
+    for pairs in alike.values():
+        torch._foreach_copy_([mine for mine, _ in pairs], [x for _, x in pairs])
 
 
 class Trainer:
@@ -140,6 +150,9 @@ class Trainer:
         )
         lower(self.model, self.dtype)
         self.parameters: list[Tensor] = list(self.model.parameters())
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            if p.dtype == master.dtype:
+                p.data = master  # no copy of it is needed
 
         self.rate = torch.zeros((), device=device)  # in memory, where a graph reads it
         # What has one dimension, norms, rates and biases, is not pulled to zero.
@@ -197,10 +210,10 @@ class Trainer:
         loss = self.loss_of(self.model(batch.tokens), batch.places, batch.labels)
         grads = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         with torch.no_grad():
-            torch._foreach_copy_(self.grads, grads)  # in few kernels, where one for each parameter would be felt
+            copy_all(self.grads, grads)
             nn.utils.clip_grad_norm_(self.masters, self.run.clip)
             self.optimizer.step()
-            torch._foreach_copy_(self.parameters, self.masters)
+            copy_all(self.parameters, self.masters)
             self.loss.copy_(loss)
             self.healthy.logical_and_(loss.isfinite())
             self.healthy_steps.add_(self.healthy)
@@ -216,7 +229,7 @@ class Trainer:
         for master, saved, moments in zip(self.masters, state["masters"], state["moments"], strict=True):
             master.copy_(saved)
             self.optimizer.state[master] = {name: moment.to(self.device) for name, moment in moments.items()}
-        torch._foreach_copy_(self.parameters, self.masters)
+        copy_all(self.parameters, self.masters)
         for mine, saved in zip((self.healthy, self.healthy_steps), state["health"], strict=True):
             mine.copy_(saved)
 
@@ -327,7 +340,7 @@ def train(
     clock.mark()
     for step in range(begun + 1, run.steps + 1):
         task = run.tasks[int(torch.randint(len(run.tasks), (), generator=choice))]
-        batches[task].fill(*task.sample(run.sequences(task), draws[task]))
+        batches[task].fill(*task.draw(run.sequences(task), draws[task]))
         clock.mark(trainer.step(batches[task], run.rate(step)))
         asked, done = stop(), False
         tested = step % run.test_every == 0 or step == run.steps
