@@ -70,8 +70,8 @@ def test_several_slots_are_a_sample_without_replacement():
 
 def test_a_validation_set_is_known_by_its_hash():
     *_, digest = validation(Task(64, 4), 100)
-    assert digest == validation(Task(64, 4), 100)[2]
-    assert digest != validation(Task(64, 4), 100, seed=1)[2]
+    assert digest == validation(Task(64, 4), 100)[1]
+    assert digest != validation(Task(64, 4), 100, seed=1)[1]
 
 
 @pytest.mark.parametrize("wrong", ({"length": 63}, {"pairs": 17}, {"pairs": 0}, {"vocab_size": 8}))

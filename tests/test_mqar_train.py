@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from runningtensor.layers import RunningTensor
 from runningtensor.mqar import resume
 from runningtensor.mqar import train as training
-from runningtensor.mqar.data import IGNORE, Task, validation
+from runningtensor.mqar.data import IGNORE, Task, labels_of, validation
 from runningtensor.mqar.mixers import MIXERS, TiedKeys
 from runningtensor.mqar.record import from_json, identity, to_json
 from runningtensor.mqar.train import Batch, Clock, Recall, Run, Trainer, score, train
@@ -107,7 +107,7 @@ def test_every_mixer_can_be_trained(mixer):
 def test_nothing_is_predicted_but_what_has_a_label():
     model = Recall(run())
     tokens, labels = EASY.sample(4, torch.Generator().manual_seed(0))
-    wanted, places = training.labelled(labels, EASY)
+    _, places, wanted = EASY.draw(4, torch.Generator().manual_seed(0))
     assert model.logits(tokens, places).shape == (4, EASY.pairs, EASY.vocab_size)
     assert labels.gather(1, places).equal(wanted) and (wanted != IGNORE).all()
     everywhere = model(tokens) @ model.embedding.weight.T
@@ -128,7 +128,7 @@ def test_steps_are_those_of_a_plain_training_loop():
     generator = torch.Generator().manual_seed(7)
     for step in range(1, 6):
         x, places, values = EASY.draw(32, generator)
-        y = torch.full_like(x, IGNORE).scatter(1, places, values)
+        y = labels_of(x, places, values)
         batch.fill(x, places, values)
         trainer.step(batch, how.rate(step))
         for group in optimizer.param_groups:
@@ -158,8 +158,7 @@ def test_compiled_it_makes_the_same_steps_and_layers_and_numbers_of_pairs_share_
             losses.append(trainer.loss.item())
     assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
     assert count.frame_count == 5  # embeddings, a layer, the last norm, and the loss for each number of pairs
-    x, y, _ = validation(EASY, 4)
-    training.test(trainer.model, EASY, x, y, 4)
+    training.test(trainer.model, EASY, validation(EASY, 4)[0], 4)
     assert count.frame_count == 5
 
 

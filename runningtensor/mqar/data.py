@@ -35,8 +35,8 @@ class Task:
 
     def sample(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and labels [batch,length], drawn on the generator's device."""
-        inputs, places, values = self.draw(batch, generator)
-        return inputs, torch.full_like(inputs, IGNORE).scatter_(1, places, values)
+        drawn = self.draw(batch, generator)
+        return drawn[0], labels_of(*drawn)
 
     def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs [batch,length], and where and what is to be predicted [batch,pairs]."""
@@ -69,8 +69,12 @@ def log_weights(slots: int, power: float, device: torch.device) -> Tensor:
     return (torch.arange(1, slots + 1, device=device).double() ** (power - 1)).log()
 
 
-def validation(task: Task, count: int, seed: int = 2**31) -> tuple[Tensor, Tensor, str]:
+def labels_of(inputs: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    return torch.full_like(inputs, IGNORE).scatter_(1, places, values)
+
+
+def validation(task: Task, count: int, seed: int = 2**31) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
     """A fixed set, drawn on the CPU so that it is the same everywhere, and a hash that identifies it."""
-    inputs, labels = task.sample(count, torch.Generator().manual_seed(seed))
-    digest = hashlib.sha256(inputs.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()[:16]
-    return inputs, labels, digest
+    drawn = task.draw(count, torch.Generator().manual_seed(seed))
+    content = drawn[0].numpy().tobytes() + labels_of(*drawn).numpy().tobytes()
+    return drawn, hashlib.sha256(content).hexdigest()[:16]

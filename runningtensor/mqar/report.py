@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.mqar import grids
-from runningtensor.mqar.grids import GRIDS, LENGTHS, Cell
+from runningtensor.mqar.grids import GRIDS, LENGTHS, TIMED_TOKENS, Cell
 from runningtensor.mqar.record import Result, Run, identity
 from runningtensor.mqar.sweep import known, read
 
@@ -184,7 +184,8 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     console.print(
         "best: micro-F1 in percent over learning rates and seeds, a cell ends at 99.95; "
         "mean ± std: over seeds, at the learning rate of the best; "
-        "ms/step: of training with 65,536 tokens, alone on the GPU (mqar sweep speed); the paper's is of validation."
+        f"ms/step: of training with {number(TIMED_TOKENS)} tokens, alone on the GPU (mqar sweep speed); "
+        "the paper's is of validation."
     )
 
 

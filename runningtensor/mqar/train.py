@@ -103,11 +103,6 @@ def lower(model: nn.Module, dtype: torch.dtype) -> None:
 # -- A step ------------------------------------------------------------------------------------------------------------
 
 
-def labelled(labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """The labels of each sequence and their places, [B,pairs]: as many in each, so that every shape is known."""
-    return labels.topk(task.pairs, 1)  # all others are negative
-
-
 class Batch:
     """What steps of one task read, always in the same memory: a CUDA graph knows no other."""
 
@@ -115,7 +110,7 @@ class Batch:
         self.task, self.steps = task, 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tokens = torch.zeros(sequences, task.length, dtype=torch.long, device=device)
-        self.labels, self.places = (
+        self.places, self.labels = (
             torch.zeros(sequences, task.pairs, dtype=torch.long, device=device) for _ in range(2)
         )
 
@@ -264,14 +259,12 @@ class Clock:
 
 
 @torch.no_grad()
-def test(model: Recall, task: Task, inputs: Tensor, labels: Tensor, batch: int) -> Score:
-    guesses, truths = [], []
+def test(model: Recall, task: Task, drawn: Sequence[Tensor], batch: int) -> Score:
+    guesses, (inputs, places, truths) = [], drawn
     with torch.compiler.set_stance("force_eager"):  # too few tests for other shapes to be compiled
-        for x, y in zip(inputs.split(batch), labels.split(batch), strict=True):
-            wanted, places = labelled(y, task)
-            guesses.append(model.logits(x, places).argmax(-1).flatten())
-            truths.append(wanted.flatten())
-    return score(torch.cat(guesses).cpu(), torch.cat(truths).cpu(), task.vocab_size)
+        for x, at in zip(inputs.split(batch), places.split(batch), strict=True):
+            guesses.append(model.logits(x, at).argmax(-1))
+    return score(torch.cat(guesses).flatten().cpu(), truths.flatten().cpu(), task.vocab_size)
 
 
 def score(guesses: Tensor, truths: Tensor, classes: int) -> Score:
@@ -318,8 +311,8 @@ def train(
         origin=asdict(provenance(device)) | {"python": platform.python_version()},
     )
     sets = [validation(task, run.test_count) for task in run.tests]
-    result.validation = " ".join(digest for *_, digest in sets)
-    tests = [(task, x.to(device), y.to(device)) for task, (x, y, _) in zip(run.tests, sets, strict=True)]
+    result.validation = " ".join(digest for _, digest in sets)
+    tests = [(task, [x.to(device) for x in drawn]) for task, (drawn, _) in zip(run.tests, sets, strict=True)]
 
     batches = {task: Batch(task, run.sequences(task), device) for task in run.tasks}
     draws = {task: torch.Generator(device).manual_seed(1000 * run.seed + i) for i, task in enumerate(batches)}
@@ -349,7 +342,7 @@ def train(
         healthy, loss = bool(trainer.healthy), trainer.loss.item()
         result.ms_a_step = clock.read()
         if tested:
-            found = [test(model, task, x, y, run.tested_at_once(task)) for task, x, y in tests]
+            found = [test(model, task, drawn, run.tested_at_once(task)) for task, drawn in tests]
             first, *also = found
             seconds = time.perf_counter() - started
             result.curve.append(Point(step, loss, first.accuracy, seconds, first.macro_f1, also))
