@@ -37,7 +37,7 @@ class Pretended:
     """
 
     def __init__(self, accuracies, stopping=None):
-        self.accuracies, self.started, self.killed = accuracies, [], []
+        self.accuracies, self.started, self.ended, self.killed = accuracies, [], [], []
         self.stopping, self.asked = stopping or {}, []
 
     def __call__(self, run):
@@ -51,7 +51,10 @@ class Job:
 
     def poll(self):
         found = self.all.accuracies.get(self.run.seed)
-        return found if found is None or isinstance(found, Result) else result(self.run, found)
+        self.all.ended.extend([self.run.seed] * (found is not None))
+        if isinstance(found, Result):
+            return replace(found, origin={**found.origin})
+        return found if found is None else result(self.run, found)
 
     def progress(self):
         return 0, 0.0
@@ -220,6 +223,32 @@ def test_failed_runs_are_run_again_only_if_asked(path):
     assert Store(path).found[identity(run(0))].accuracy == 0.7
 
 
+def test_runs_that_die_beside_others_are_run_again_after_them_and_alone(path):
+    """On a GPU that several share, one run's wrong address ends them all, and so may its memory."""
+    guilty, innocent = failure(run(0), "an illegal memory access"), failure(run(1), "an illegal memory access")
+    start = Pretended({0: guilty, 1: innocent, 2: 0.2, 3: 0.3})
+    together = []
+
+    def starting(each):
+        if each.seed in start.started:
+            start.accuracies[1] = 0.1  # with nothing beside it
+            together.append((each.seed, len(start.started) - len(start.ended)))
+        return start(each)
+
+    run_all(cells((0, 1, 2, 3)), path, starting, jobs=2)
+    assert start.started == [0, 1, 2, 3, 0, 1] and together == [(0, 0), (1, 0)]
+    assert {found.run.seed: bool(found.failed) for found in read(path)} == {0: True, 1: False, 2: False, 3: False}
+    assert run_all(cells((0, 1, 2, 3)), path, start) == 0 and len(start.started) == 6  # it died alone: that is known
+
+
+def test_a_sweep_that_was_cut_off_does_not_begin_again_with_what_died_beside_others(path):
+    start = Pretended({0: failure(run(0), "an illegal memory access")})  # the others never end
+    assert run_all(cells((0, 1, 2)), path, start, jobs=2, minutes=0.01) == 3
+    start = Pretended({0: 0.1, 1: 0.2, 2: 0.3})
+    assert run_all(cells((0, 1, 2)), path, start, jobs=2) == 0
+    assert start.started == [1, 2, 0]
+
+
 def test_a_run_whose_loss_was_no_number_is_not_run_again(path):
     start = Pretended({0: replace(result(run(0), 0.1), failed="the loss is not finite")})
     run_all(cells((0,)), path, start)
@@ -233,7 +262,7 @@ def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
     for file in files:
         file.touch()
     start = Pretended({0: failure(run(0), "killed by SIGKILL"), 2: 1.0})  # and 1 is needless then
-    assert run_all(cells((0,), (1, 2), (3,)), path, start, jobs=4, minutes=0.01) == 1
+    assert run_all(cells((0,), (1, 2), (3,)), path, start, jobs=4, minutes=0.01) == 2
     assert [file.exists() for file in files] == [True, False, False, True]  # what died may be tried again
 
 

@@ -104,6 +104,11 @@ def died(result: Result) -> bool:
     return bool(result.failed) and not result.curve
 
 
+def died_beside(result: Result) -> bool:
+    """Others, of what one of them did perhaps: under MPS one wrong address ends all, and memory may not do for all."""
+    return died(result) and bool(result.origin.get("beside"))
+
+
 # -- The sweep ---------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +130,7 @@ class Plan:
         self, grid: Sequence[Cell], wanted: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool
     ) -> None:
         self.found, self.all_runs = found, all_runs
-        self.tried = {key for key, result in found.items() if not (retry and died(result))}
+        self.tried = {key for key, x in found.items() if not (died_beside(x) or (retry and died(x)))}
         self.members = {(cell.row, cell.length): [identity(run) for run in cell.runs] for cell in grid}
         self.runs: dict[str, Run] = {}  # that are wanted, by identity: what two cells share is done once
         self.cells: dict[str, list[tuple[str, int]]] = {}  # of such a run, those that are wanted
@@ -208,6 +213,7 @@ def sweep(
             wanted=wanted,
             all_runs=all_runs,
             retry=retry,
+            alone=not ray,  # whoever loses a machine of a cluster loses all that ran there
             console=console,
         )
     finally:
@@ -225,16 +231,22 @@ def run_cells(
     jobs: int = 1,
     all_runs: bool = False,  # a cell goes on after a run that is good enough
     retry: bool = False,  # runs whose process died are run again
+    alone: bool = True,  # those that died beside others, which are after them: one at a time
     console: Console | None = None,
 ) -> int:
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     console = console or Console()
     active: dict[str, Job] = {}
+    beside: set[str] = set()  # runs that others ran beside
+    rest = 0.0  # nothing is started before
     with closing(Store(path)) as store:
         plan = Plan(grid, grid if wanted is None else wanted, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
         running = path.parent / "running"
         running.mkdir(parents=True, exist_ok=True)  # here, so that other machines save where they share it
+
+        def again(key: str) -> bool:
+            return key in store.found and died_beside(store.found[key])
 
         def drop_needless() -> None:
             for key in active.keys() - set(plan.left()):  # a better run has made it so
@@ -247,14 +259,19 @@ def run_cells(
                     forget(kept(running, key))
 
         def collect(stopping: bool = False) -> None:
+            nonlocal rest
             for key in [*active]:  # one by one: an interrupt between two loses neither
                 result = active[key].poll()
                 if result is None:
                     continue
                 if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
-                    result.origin["at_once"] = jobs
+                    result.origin["at_once"] = 1 if alone and again(key) else jobs
+                    if died(result) and key in beside and not again(key):
+                        result.origin["beside"] = True
+                        rest = time.monotonic() + GRACE / 6  # others may be dying of the same
                     store.add(result)
-                    plan.done(key)
+                    if not died_beside(result):
+                        plan.done(key)
                     if result.curve:  # else its process died, and can go on if it is tried again
                         forget(kept(running, key))
                     console.print(board.line(key, result), highlight=False, soft_wrap=True)
@@ -275,8 +292,13 @@ def run_cells(
             with live if console.is_terminal else nullcontext():
                 while (left := plan.left()) and time.monotonic() < deadline:
                     drop_needless()
-                    for key in [key for key in left if key not in active][: jobs - len(active)]:
-                        active[key] = start(plan.runs[key])
+                    first = [key for key in left if not again(key)]
+                    at_once = jobs if first or not alone else 1
+                    if time.monotonic() >= rest:
+                        for key in [key for key in first or left if key not in active][: at_once - len(active)]:
+                            active[key] = start(plan.runs[key])
+                    if len(active) > 1:
+                        beside.update(active)
                     time.sleep(PAUSE)
                     collect()
         finally:  # out of time, or interrupted
@@ -287,8 +309,8 @@ def run_cells(
                 for job in active.values():
                     job.kill()
             left = plan.left()
-            waiting = sum(kept(running, key).exists() for key in left)
-            console.print(f"{len(left)} runs left" + (f", {waiting} of them wait to go on" if left else ""))
+            begun = sum(kept(running, key).exists() for key in left)
+            console.print(f"{len(left)} runs left" + (f", {begun} of them wait to go on" if left else ""))
         return len(left)
 
 
@@ -301,7 +323,8 @@ class Board:
 
     def line(self, key: str, result: Result) -> str:
         if result.failed:
-            return f"[red]failed[/] {self.plan.name(key)}: {escape(result.failed)}"
+            later = " (again when the others are done)" if died_beside(result) else ""
+            return f"[red]failed[/] {self.plan.name(key)}: {escape(result.failed)}{later}"
         scores = [result.at(task.length) for task in result.run.tests]
         found = " ".join(f"{100 * score.accuracy:.2f}" for score in scores if score)
         steps = f"{result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
