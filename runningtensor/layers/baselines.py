@@ -345,32 +345,35 @@ def gated_linear_attention(
             pad(wide(x), (0, 0, 0, 0, 0, chunks * chunk_size - T)).unflatten(1, (chunks, chunk_size)).transpose(2, 3)
             for x in (q, k, v, log_decay)
         )  # [B,N,H,C,·]
-        scores, since_start, to_end = decayed_scores(q, k, g)
-        written = (k * to_end.exp()).transpose(-1, -2) @ v
+        since_start = g.cumsum(-2)
+        written = (k * sums_after(g).exp()).transpose(-1, -2) @ v
         before = states_before(written, since_start[..., -1, :, None].exp())
-        out = scores @ v + (q * since_start.exp()) @ before
+        out = decayed_scores(q, k, g) @ v + (q * since_start.exp()) @ before
         return out.transpose(2, 3).flatten(1, 2)[:, :T].to(dtype)
 
 
-def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_{i,c}), j ≤ i [...,C,C]; and the sums of g up to each row, and after it.
+def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_{i,c}), j ≤ i [...,C,C].
 
-    Rows are paired, and pairs again. Between the second half of some rows and their first half, an exponent is what
-    falls in the one and what falls in the other: a product of matrices for each size of halves. Sums grow as halves
-    do: scans, of which there would be a dozen, take minutes to compile.
+    Rows are halved, and halved again. Between the second half of some rows and their first half, an exponent is what
+    falls in the one and what falls in the other: a product of matrices for each size of halves. The scans are slow to
+    compile; but with sums stacked half by half instead, a compiled layer on an H200 read outside its memory.
     """
     C, size = q.shape[-2], 1
     half = torch.arange(C, device=q.device)
     scores = (q * k).sum(-1).diag_embed()
-    into, out_of = g, torch.zeros_like(g)
     while size < C:
+        halves = g.unflatten(-2, (C // size, size))
+        into, out_of = halves.cumsum(-2).flatten(-3, -2), sums_after(halves).flatten(-3, -2)
         products = (q * into.exp()) @ (k * out_of.exp()).transpose(-1, -2)
         scores = scores + products.masked_fill((half[:, None] != half + 1) | (half % 2 == 1), 0)
-        (first, second), (early, late) = (x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (into, out_of))
-        into = torch.stack((first, second + first[..., -1:, :]), -3).flatten(-4, -2)
-        out_of = torch.stack((early + second[..., -1:, :], late), -3).flatten(-4, -2)
         half, size = half // 2, 2 * size
-    return scores, into, out_of
+    return scores
+
+
+def sums_after(g: Tensor) -> Tensor:
+    """Along the rows, of those after each."""
+    return pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def states_before(written: Tensor, kept: Tensor) -> Tensor:
