@@ -109,7 +109,7 @@ def launch_layer(fake: Callable, shape: tuple[int, int], B: int, T: int, packed:
         before = (x, conv, extra, position, None, *vars(layer.shape).values())
         outputs = fused._front._init_fn(*before)
         values, _, scale, gate = outputs[-4:]
-        after = (values, gate.view_as(values), scale, weight, layer.norm.eps)
+        after = (values, gate.view_as(values), scale, weight, layer.norm.eps, True)
         fused._norm._init_fn(*after)
         return before, after, outputs
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import conv1d, cross_entropy, pad
 
 from runningtensor.layers import LayerState, RunningTensor, running_tensor
+from runningtensor.layers.baselines import GatedDeltaNet
 from runningtensor.layers.convolution import ShortConvolution
 from runningtensor.layers.projections import ConcOnly, ConcOnlyC
 
@@ -27,6 +29,7 @@ VARIANTS = {
     "no skips": {"query_skip": False},
     "no skips, order 2": {"query_skip": False, "order": 2},
     "gate not convolved": {"gate_conv": False},
+    "sigmoid gate": {"output_gate": "sigmoid"},
     "cumulative": {"forget": "cumulative"},
     "never forgets": {"forget": "none"},
     "repeated": {"projection": "conconly"},
@@ -170,7 +173,8 @@ def paper(layer: RunningTensor, x: Tensor) -> Tensor:
         outputs = outputs + torch.stack(rows, 1)[:, :, None] * torch.eye(heads, dtype=x.dtype)[h][:, None]
 
     normed = outputs / torch.sqrt((outputs * outputs).mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
-    return (normed * silu(g_out)).reshape(B, T, heads * d_v) @ layer.out_proj.weight.T
+    opened = {"silu": silu, "sigmoid": sigmoid}[layer.norm.output_gate](g_out)  # the paper's is SiLU
+    return (normed * opened).reshape(B, T, heads * d_v) @ layer.out_proj.weight.T
 
 
 def contract(S: Tensor, vectors: list[Tensor]) -> Tensor:
@@ -263,6 +267,21 @@ def test_the_short_convolution_of_packed_sequences_begins_anew_in_each(size):
         return part(pad(x, (0, 0, size - 1, 0)), position)
 
     near(differentiate(part, x, got), differentiate(part, x, want), 1e-13)
+
+
+@pytest.mark.parametrize("make", (partial(RunningTensor, 12, 2, (3, 4), 5), partial(GatedDeltaNet, 12, 2, 4)))
+def test_a_sigmoid_opens_the_output_gate_where_it_is_asked_for(make):
+    """SiLU(g) = g σ(g): with the same weights, one norm's output is g times the other's."""
+    normed = []
+    for options in ({}, {"output_gate": "sigmoid"}):
+        torch.manual_seed(0)
+        layer = make(**options)
+        layer.norm.register_forward_hook(lambda norm, given, out: normed.append((given[1], out)))
+        layer(torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(1)))
+    (gate, silu), (_, sigmoid) = normed
+    assert torch.allclose(silu, gate * sigmoid, atol=1e-6) and not torch.allclose(silu, sigmoid, atol=1e-2)
+    with pytest.raises(ValueError, match="output_gate must be one of silu, sigmoid, but was 'tanh'"):
+        make(output_gate="tanh")
 
 
 # -- The paper's second table ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from runningtensor.layers import LayerState, RunningTensor, fused, norms, projec
 LAYERS = {
     "the paper's": {},
     "cumulative, gate not convolved": {"forget": "cumulative", "gate_conv": False},
+    "sigmoid gate": {"output_gate": "sigmoid"},
     "a matrix, additive, bare": {"projection": "linear", "delta": False, "forget": "none", "query_skip": False},
     "repeated, bare": {"projection": "conconly", "query_skip": False},
     "order 2": {"key_dims": (5,)},
@@ -152,7 +153,8 @@ def test_the_ops_are_well_formed():
     torch.library.opcheck(torch.ops.runningtensor.mix.default, (x, taps, 27))
     x, gate = (torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(2))
     scale, weight = torch.rand(1, 5, 2, requires_grad=True), torch.rand(4, requires_grad=True)
-    torch.library.opcheck(torch.ops.runningtensor.gated_norm.default, (x, gate, scale, weight, 1e-5))
+    for silu in (True, False):
+        torch.library.opcheck(torch.ops.runningtensor.gated_norm.default, (x, gate, scale, weight, 1e-5, silu))
 
 
 def test_without_a_gpu_they_are_not_used():

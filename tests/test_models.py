@@ -139,6 +139,11 @@ def test_attention_holds_no_scores_of_a_whole_prompt(dtype):
     assert torch.cuda.max_memory_allocated() - before < 4 * T * T  # of one head, in float32
 
 
+def test_the_output_gate_is_the_layers():
+    for gate in ("silu", "sigmoid"):
+        assert {layer.mixer.norm.output_gate for layer in build(output_gate=gate).model.layers} == {gate}
+
+
 # -- Weights -----------------------------------------------------------------------------------------------------------
 
 

@@ -81,6 +81,7 @@ def test_the_paper_is_the_default_and_what_differs_is_said() -> None:
     assert paper_600m() == Recipe()
     assert deviations(paper_600m(), 595_324_304, 10**11, 0.9999) == []
     other = replace(paper_600m(), lr=2e-3, weight_decay=0.1, clip=1.0, warmup=10, schedule="cosine", forget="none")
+    other = replace(other, output_gate="sigmoid")
     said = " ".join(deviations(other, 50_000_000, 10**9, 2.0))
     for words in (
         "lr 0.002 (the paper: one of 1e-3, 1e-4, 1e-5)",
@@ -88,6 +89,7 @@ def test_the_paper_is_the_default_and_what_differs_is_said() -> None:
         "clip 1.0 (the paper: 0.01)",
         "warmup 10 (the paper: 0)",
         "forget none (the paper: telescoping)",
+        "output_gate sigmoid (the paper: silu)",
         "schedule cosine (the paper: constant)",
         "50.0M parameters (the paper: 0.6B)",
         "1,000,000,000 tokens of text",

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from runningtensor.pretrain.data import Shards, pack
 from runningtensor.pretrain.engine import Predictor, Trainer, process_group
 from runningtensor.pretrain.progress import LOG, read
 from runningtensor.pretrain.recipes import shown
+from runningtensor.pretrain.run import same_run
 
 GOLDEN = [
     5.5309229,
@@ -353,6 +354,14 @@ def test_a_checkpoint_of_another_recipe_is_refused(data: Path, whole: Path, chan
     with pytest.raises(ValueError, match=message):
         run(recipe(**changes), data, whole)
     assert (whole / LOG).read_bytes() == before
+
+
+def test_a_checkpoint_that_is_older_than_a_setting_had_its_default(tmp_path: Path) -> None:
+    now = asdict(recipe())
+    then = {"recipe": {name: x for name, x in now.items() if name != "output_gate"}, "fingerprint": "data"}
+    same_run(then, now, "data", tmp_path)
+    with pytest.raises(ValueError, match="output_gate was silu and is sigmoid"):
+        same_run(then, now | {"output_gate": "sigmoid"}, "data", tmp_path)
 
 
 def test_a_cosine_cannot_be_made_longer(data: Path, tmp_path: Path) -> None:

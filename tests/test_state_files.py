@@ -13,7 +13,7 @@ from speakers import SPEAKER, folder
 from typer.testing import CliRunner
 
 from runningtensor.cli import app
-from runningtensor.models import RunningTensorCache
+from runningtensor.models import RunningTensorCache, RunningTensorConfig
 from runningtensor.serve import load_state, save_state, writing
 from runningtensor.serve.chat import answer
 from runningtensor.serve.conversation import Conversation
@@ -127,6 +127,18 @@ def test_a_state_of_wrong_tensors_is_refused(state, change):
     header = {"format": "runningtensor state 1", "model": fingerprint(model), "tokens": "9"}
     save_file({name: tensor.contiguous() for name, tensor in held.items()}, path, header)
     with pytest.raises(ValueError, match="damaged"):
+        load_state(path, model)
+
+
+def test_an_option_that_came_later_leaves_states_of_before_as_they_were(state, monkeypatch):
+    model, path = state
+    fields = {name: kind for name, kind in RunningTensorConfig.__annotations__.items() if name != "output_gate"}
+    now = fingerprint(model)
+    monkeypatch.setattr(RunningTensorConfig, "__annotations__", fields)
+    assert now == fingerprint(model)
+    monkeypatch.undo()
+    model.config.output_gate = "sigmoid"
+    with pytest.raises(ValueError, match="another model"):
         load_state(path, model)
 
 

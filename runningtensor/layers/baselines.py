@@ -208,6 +208,7 @@ class GatedDeltaNet(Mixer):
         *,
         expand_v: float = 2.0,
         conv_size: int = 4,
+        output_gate: str = "silu",
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(hidden_size, num_heads, head_dim, whole("head_dim · expand_v", head_dim * expand_v))
@@ -217,7 +218,7 @@ class GatedDeltaNet(Mixer):
         self.conv = ShortConvolution(sum(self.sizes), conv_size)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.norm = GatedRMSNorm(self.value_dim, head_dim * norm_eps)
+        self.norm = GatedRMSNorm(self.value_dim, head_dim * norm_eps, output_gate)
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 

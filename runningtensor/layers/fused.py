@@ -310,8 +310,8 @@ mix, _quick_mix_backward = quick(_mix), quick(_mix_backward)
 
 
 @torch.library.custom_op("runningtensor::gated_norm", mutates_args=())
-def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm(scale x) ⊙ SiLU(gate), over the last dimension of x [...,V]; scale [...]."""
+def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float, silu: bool) -> Tensor:
+    """RMSNorm(scale x) ⊙ SiLU(gate), or σ(gate), over the last dimension of x [...,V]; scale [...]."""
     from runningtensor.layers.kernels import norm_kernel
 
     x, gate = x.contiguous(), gate.contiguous()
@@ -328,6 +328,7 @@ def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: fl
                 out,
                 rows,
                 eps,
+                SILU=silu,
                 V=V,
                 BR=BR,
                 VP=power_of_two(V),
@@ -336,13 +337,13 @@ def _norm(x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: fl
 
 
 @_norm.register_fake
-def _like_norm(x, gate, scale, weight, eps):  # type: ignore[no-untyped-def]
+def _like_norm(x, gate, scale, weight, eps, silu):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("runningtensor::gated_norm_backward", mutates_args=())
 def _norm_backward(
-    dout: Tensor, x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float
+    dout: Tensor, x: Tensor, gate: Tensor, scale: Tensor | None, weight: Tensor, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from runningtensor.layers.kernels import norm_gradients_kernel
 
@@ -366,6 +367,7 @@ def _norm_backward(
                 dweight,
                 rows,
                 eps,
+                SILU=silu,
                 V=V,
                 BR=BR,
                 VP=power_of_two(V),
@@ -374,20 +376,20 @@ def _norm_backward(
 
 
 @_norm_backward.register_fake
-def _like_norm_backward(dout, x, gate, scale, weight, eps):  # type: ignore[no-untyped-def]
+def _like_norm_backward(dout, x, gate, scale, weight, eps, silu):  # type: ignore[no-untyped-def]
     like = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, gate)]
     return *like, x.new_empty(0) if scale is None else torch.empty_like(scale), torch.empty_like(weight)
 
 
 def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.eps = inputs
+    *tensors, ctx.eps, ctx.silu = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _norm_gradients(ctx, dout):  # type: ignore[no-untyped-def]
     x, gate, scale, weight = ctx.saved_tensors
-    dx, dgate, dscale, dweight = _quick_norm_backward(dout, x, gate, scale, weight, ctx.eps)
-    return dx, dgate, None if scale is None else dscale, dweight, None
+    dx, dgate, dscale, dweight = _quick_norm_backward(dout, x, gate, scale, weight, ctx.eps, ctx.silu)
+    return dx, dgate, None if scale is None else dscale, dweight, None, None
 
 
 _norm.register_autograd(_norm_gradients, setup_context=_save_norm)

@@ -63,8 +63,10 @@ def mix_gradients_kernel(
 
 
 @triton.jit
-def norm_kernel(x, gate, scale, weight, out, rows, eps, V: tl.constexpr, BR: tl.constexpr, VP: tl.constexpr):
-    """RMSNorm(scale x) ⊙ SiLU(gate) of BR rows of V."""
+def norm_kernel(
+    x, gate, scale, weight, out, rows, eps, SILU: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, VP: tl.constexpr
+):
+    """RMSNorm(scale x) ⊙ SiLU(gate), or σ(gate), of BR rows of V."""
     i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o = tl.arange(0, VP)
     at = i[:, None] * V + o[None, :]
@@ -75,7 +77,8 @@ def norm_kernel(x, gate, scale, weight, out, rows, eps, V: tl.constexpr, BR: tl.
     y *= tl.rsqrt(tl.sum(y * y, 1) / V + eps)[:, None]
     y *= tl.load(weight + o, mask=o < V, other=0.0).to(tl.float32)[None, :]
     g = tl.load(gate + at, mask=both, other=0.0).to(tl.float32)
-    tl.store(out + at, (y * g * tl.sigmoid(g)).to(out.dtype.element_ty), mask=both)
+    y *= g * tl.sigmoid(g) if SILU else tl.sigmoid(g)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=both)
 
 
 @triton.jit
@@ -91,6 +94,7 @@ def norm_gradients_kernel(
     dweight,  # [blocks,V] float32
     rows,
     eps,
+    SILU: tl.constexpr,
     V: tl.constexpr,
     BR: tl.constexpr,
     VP: tl.constexpr,
@@ -109,8 +113,10 @@ def norm_gradients_kernel(
     w = tl.load(weight + o, mask=o < V, other=0.0).to(tl.float32)
     d = tl.load(dout + at, mask=both, other=0.0).to(tl.float32)
     n = y * norm[:, None]
-    tl.store(dgate + at, silu_gradient(d * n * w[None, :], g).to(dgate.dtype.element_ty), mask=both)
-    d *= g * tl.sigmoid(g)
+    dg, opened = d * n * w[None, :], tl.sigmoid(g)
+    dg = silu_gradient(dg, g) if SILU else dg * opened * (1 - opened)
+    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=both)
+    d *= g * opened if SILU else opened
     tl.store(dweight + tl.program_id(0).to(tl.int64) * V + o, tl.sum(d * n, 0), mask=o < V)
     d *= w[None, :]
     d = norm[:, None] * (d - n * (tl.sum(d * n, 1) / V)[:, None])

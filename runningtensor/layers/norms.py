@@ -1,7 +1,9 @@
 """Normalisations."""
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, sigmoid
 from torch.nn.functional import silu
 
 from runningtensor.layers.fused import gated_norm, usable
@@ -13,12 +15,17 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-class GatedRMSNorm(nn.Module):
-    """RMSNorm(scale x) ⊙ SiLU(gate), over the last dimension."""
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": sigmoid}
 
-    def __init__(self, width: int, eps: float) -> None:
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(scale x) ⊙ SiLU(gate), or σ(gate), over the last dimension."""
+
+    def __init__(self, width: int, eps: float, output_gate: str = "silu") -> None:
         super().__init__()
-        self.eps = eps
+        if output_gate not in GATES:
+            raise ValueError(f"output_gate must be one of {', '.join(GATES)}, but was {output_gate!r}")
+        self.eps, self.output_gate = eps, output_gate
         self.weight = nn.Parameter(torch.empty(width))
 
     def reset_parameters(self) -> None:
@@ -26,9 +33,9 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor, scale: Tensor | None = None) -> Tensor:
         if usable(x):
-            return gated_norm(x, gate, scale, self.weight, self.eps)
+            return gated_norm(x, gate, scale, self.weight, self.eps, self.output_gate == "silu")
         y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         if scale is not None:
             y = y * scale[..., None]
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
-        return (y * silu(gate.to(y.dtype))).to(x.dtype)
+        return (y * GATES[self.output_gate](gate.to(y.dtype))).to(x.dtype)

@@ -57,6 +57,7 @@ class RunningTensor(nn.Module):
     query_skip:  gates by which a query may leave out a key mode
     forget:      "telescoping" (the paper), "cumulative" (α_t = exp g_t, as gated linear attention) or "none"
     gate_conv:   the output gate passes through the short convolution too
+    output_gate: "silu" (the paper) or "sigmoid", whose sign is not random at first
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class RunningTensor(nn.Module):
         query_skip: bool = True,
         forget: str = "telescoping",
         gate_conv: bool = True,
+        output_gate: str = "silu",
         conv_size: int = 4,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
@@ -98,7 +100,7 @@ class RunningTensor(nn.Module):
         self.shape = replace(shape, period=self.projection.hidden_size)
         self.conv_channels = shape.channels - (0 if gate_conv else num_heads * value_dim)
         self.conv = ShortConvolution(self.conv_channels, conv_size)
-        self.norm = GatedRMSNorm(value_dim, norm_eps)
+        self.norm = GatedRMSNorm(value_dim, norm_eps, output_gate)
         self.out_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=False)
         self.reset_parameters()
 

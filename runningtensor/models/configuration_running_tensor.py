@@ -21,7 +21,8 @@ class RunningTensorConfig(PreTrainedConfig):
     vocab_size, hidden_size, num_hidden_layers, intermediate_size:  as in every decoder; the MLP is a SwiGLU
     num_heads, key_dims, value_dim:   heads of a RunningTensor layer and the modes of their states; len(key_dims) + 1 is
         the order
-    projection, delta, query_skip, forget, gate_conv, conv_size:  the layer's own options, see `RunningTensor`
+    projection, delta, query_skip, forget, gate_conv, output_gate, conv_size:  the layer's own options, see
+        `RunningTensor`
     mixer, mixer_options:             what the linear-attention layers are: "running_tensor", of the options above; or,
         to compare with, one of `BASELINES` and its own options. Those have no cache: `generate` reads all again for
         each token, and takes no padding
@@ -47,6 +48,7 @@ class RunningTensorConfig(PreTrainedConfig):
     query_skip: bool = True
     forget: str = "telescoping"
     gate_conv: bool = True
+    output_gate: str = "silu"
     conv_size: int = 4
     mixer: str = "running_tensor"
     mixer_options: dict[str, Any] | None = None

@@ -112,12 +112,13 @@ class RunningTensorDecoderLayer(GradientCheckpointingLayer):
             own = {"norm_eps": config.norm_eps} | (config.mixer_options or {})
             self.mixer = BASELINES[config.mixer](config.hidden_size, **own)
         else:
-            options = ("projection", "delta", "query_skip", "forget", "gate_conv", "conv_size", "norm_eps")
+            options = ("projection", "delta", "query_skip", "forget", "gate_conv", "output_gate", "conv_size")
             self.mixer = RunningTensor(
                 config.hidden_size,
                 config.num_heads,
                 tuple(config.key_dims),
                 config.value_dim,
+                norm_eps=config.norm_eps,
                 layer_idx=layer_idx,
                 **{name: getattr(config, name) for name in options},
             )

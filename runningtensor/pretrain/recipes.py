@@ -35,12 +35,13 @@ class Recipe:
     vocab_size: int | None = 32_000  # none: as many as the data's tokenizer has
     hidden_size: int = 1024
     layers: int = 48
-    heads: int = 8  # these six are RunningTensor's; of the others they fix the number of parameters
+    heads: int = 8  # these seven are RunningTensor's; of the others they fix the number of parameters
     key_dims: tuple[int, ...] = (15, 15)  # 16 with the slot of the query-skip gates: docs/pretraining.md says why
     value_dim: int = 128
     mlp: int = 3232
     projection: str = "conconlyc"
     forget: str = "telescoping"
+    output_gate: str = "silu"
     tie_embeddings: bool = False
 
     length: int = 4096  # tokens of a sequence
@@ -170,7 +171,7 @@ def deviations(recipe: Recipe, parameters: int, tokens: int, epochs: float) -> l
     paper = paper_600m()
     found = [
         f"{name} {shown(getattr(recipe, name))} (the paper: {shown(getattr(paper, name))})"
-        for name in ("projection", "forget", "schedule", "warmup", "weight_decay", "clip")
+        for name in ("projection", "forget", "output_gate", "schedule", "warmup", "weight_decay", "clip")
         if getattr(recipe, name) != getattr(paper, name)
     ]
     if recipe.lr not in (1e-3, 1e-4, 1e-5):
@@ -228,7 +229,7 @@ def configuration(recipe: Recipe, vocab_size: int, eos: int | None = None) -> "R
         return RunningTensorConfig(
             vocab_size=vocab_size, hidden_size=recipe.hidden_size, num_hidden_layers=layers, intermediate_size=mlp,
             num_heads=recipe.heads, key_dims=recipe.key_dims, value_dim=recipe.value_dim, projection=recipe.projection,
-            forget=recipe.forget,
+            forget=recipe.forget, output_gate=recipe.output_gate,
             tie_word_embeddings=recipe.tie_embeddings, eos_token_id=eos, **MODELS[model](recipe.hidden_size, layers),
         )  # fmt: skip
 

@@ -64,7 +64,7 @@ def train(recipe: Recipe, data: Path, out: Path, console: Console | None = None)
 
 def same_run(notes: dict[str, Any], recipe: dict[str, Any], fingerprint: str, out: Path) -> None:
     """A ValueError, unless a checkpoint is of this recipe, but for what may change, and of this data."""
-    before = notes["recipe"]
+    before = asdict(Recipe()) | notes["recipe"]  # which may be older than a setting
     free = set(FREE) - ({"steps"} if recipe["schedule"] == "cosine" else set())  # which depends on their number
     if differ := [name for name in recipe if name not in free and before.get(name) != recipe[name]]:
         what = ", ".join(f"{name} was {before.get(name)} and is {recipe[name]}" for name in differ)

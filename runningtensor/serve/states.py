@@ -21,6 +21,7 @@ from runningtensor.models.cache import TensorStateLayer
 
 FORMAT = "runningtensor state 1"
 NOT_MATHEMATICS = {"initializer_range", "loss_chunk_size", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"}
+LATER = {"output_gate": "silu"}  # options that models had not when their states were saved, and what they did then
 
 
 def save_state(path: str | Path, model: RunningTensorForCausalLM, cache: RunningTensorCache, pending: Tensor) -> None:
@@ -123,6 +124,7 @@ def fingerprint(model: RunningTensorForCausalLM) -> str:
     """Of the configuration and all weights. It reads them all: a second or less for each GB."""
     names = RunningTensorConfig.__annotations__.keys() - NOT_MATHEMATICS
     config = {name: getattr(model.config, name) for name in sorted(names)}
+    config = {name: value for name, value in config.items() if name not in LATER or value != LATER[name]}
 
     def digest(named: tuple[str, Tensor]) -> list[Any]:
         name, weight = named
