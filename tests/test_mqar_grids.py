@@ -96,6 +96,16 @@ def test_capacity_is_zoologys_mix():
     assert run.steps * run.batch == pytest.approx(4 * 180_000, rel=1e-3)
 
 
+def test_each_change_is_one_change_of_the_same_run():
+    (base,), *others = (cell.runs for cell in GRIDS["changes"]())
+    assert base == next(
+        run for cell in table1() for run in cell.runs
+        if (cell.row, cell.length, run.lr, run.seed) == ("RunningTensor", 4096, 1e-3, 0)
+    )  # fmt: skip
+    for (run,) in others:
+        assert len([name for name, value in vars(run).items() if value != getattr(base, name)]) == 1
+
+
 def test_nothing_with_a_tensor_state_is_calibrated_on():
     rows = {cell.row.partition(" · ")[0] for cell in GRIDS["calibration"]()}
     assert rows == set(CALIBRATED_ON) == {"Attention", "Gated DeltaNet", "DeltaNet"}

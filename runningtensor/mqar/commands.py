@@ -20,6 +20,7 @@ class Grid(StrEnum):
     table2 = "table2"
     capacity = "capacity"
     calibration = "calibration"
+    changes = "changes"
     speed = "speed"
 
 

@@ -8,7 +8,9 @@ SERIES = {
     "order 3": ("#0072B2", "s"),
     "order 4": ("#009E73", "^"),
     "RunningTensor, r = k, u = q": ("#56B4E9", "P"),
+    "RunningTensor, sigmoid gate": ("#0072B2", "*"),
     "Gated DeltaNet, 131k state": ("#D55E00", "D"),
+    "Gated DeltaNet, 131k state, sigmoid gate": ("#D55E00", "*"),
     "Gated DeltaNet, published": ("#D55E00", "D"),
     "Flash-VQG, published": ("#000000", "v"),
 }

@@ -26,6 +26,7 @@ class Protocol:
     seeds: tuple[int, ...] = (0, 1, 2)
     test_every: int = 800
     test_count: int = 512
+    dtype: str = "auto"
 
     def tasks(self, length: int) -> tuple[Task, ...]:
         lengths, at = [], self.doubled_from
@@ -54,6 +55,7 @@ Options = tuple[str, dict[str, object]]  # a mixer and its options
 
 BARE: dict[str, object] = {"gate_conv": False, "query_skip": False, "delta": False}
 MATRIX = {**BARE, "key_dims": (24,)}
+SIGMOID: dict[str, object] = {"output_gate": "sigmoid"}  # a SiLU is of either sign at first
 GATED_131K: Options = ("gated_deltanet", {"num_heads": 2, "head_dim": 256, "expand_v": 1.0})
 
 TABLE1: dict[str, Options] = {
@@ -85,6 +87,8 @@ CAPACITY: dict[str, Options] = {
     "RunningTensor": TABLE1["RunningTensor"],
     "Gated DeltaNet, 131k state": GATED_131K,
     "RunningTensor, r = k, u = q": TABLE1["RunningTensor, r = k, u = q"],
+    "RunningTensor, sigmoid gate": ("running_tensor", SIGMOID),
+    "Gated DeltaNet, 131k state, sigmoid gate": (GATED_131K[0], GATED_131K[1] | SIGMOID),
     **{
         f"order {order}, keys of {width}": ("running_tensor", {"key_dims": (width,) * (order - 1)})
         for order, widths in SIZES.items()
@@ -101,6 +105,20 @@ VARIANTS = {  # of the protocol, one change each: to see what it depends on
     "constant rate": replace(PROTOCOL, schedule="constant"),
     "zeros as filler": replace(PROTOCOL, random_filler=False),
     "shorter sequences": replace(PROTOCOL, short=((32, 2), (32, 4), (64, 8), (128, 16), (128, 32), (256, 64))),
+}
+# Of RunningTensor at the longest length, long after the protocol was fixed: options of the layer, and the protocol.
+ONE = replace(PROTOCOL, learning_rates=(1e-3,), seeds=(0,))
+CHANGES: dict[str, tuple[dict[str, object], Protocol]] = {
+    **{
+        how: ({}, replace(VARIANTS[how], learning_rates=ONE.learning_rates, seeds=ONE.seeds))
+        for how in ("as it stands", "embeddings of 0.1", "matrices of 0.02", "no weight decay")
+    },
+    "twice the steps": ({}, replace(ONE, steps=2 * ONE.steps)),
+    "a rate of 3e-3": ({}, replace(ONE, learning_rates=(3e-3,))),
+    "no lengths between": ({}, replace(ONE, doubled_from=max(LENGTHS))),
+    "no forgetting": ({"forget": "none"}, ONE),
+    "sigmoid gate": (SIGMOID, ONE),
+    "float32": ({}, replace(ONE, dtype="float32")),
 }
 CALIBRATED_ON = ("Attention", "Gated DeltaNet", "DeltaNet")  # no tensor state: that is what is to be tested
 
@@ -129,6 +147,15 @@ def calibration(lengths: Sequence[int] = LENGTHS) -> list[Cell]:
         for length in lengths
         for how, variant in VARIANTS.items()
         for name in CALIBRATED_ON
+    ]
+
+
+def changes() -> list[Cell]:
+    """What RunningTensor's recall at the longest length depends on, one change at a time."""
+    mixer, options = TABLE1["RunningTensor"]
+    return [
+        cell(f"RunningTensor · {how}", mixer, options | more, max(LENGTHS), protocol)
+        for how, (more, protocol) in CHANGES.items()
     ]
 
 
@@ -202,6 +229,7 @@ def cell(name: str, mixer: str, options: dict[str, object], length: int, protoco
             test_every=protocol.test_every,
             test_count=protocol.test_count,
             stop_at=GOOD_ENOUGH,
+            dtype=protocol.dtype,
         )
         for seed, lr in protocol.trials
     )
@@ -213,5 +241,6 @@ GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "table2": table2,
     "capacity": capacity,
     "calibration": calibration,
+    "changes": changes,
     "speed": speed,
 }
