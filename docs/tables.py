@@ -293,8 +293,9 @@ def calibration(results: list[Result]) -> Text:
         run, curve = x.run, [100 * point.accuracy for point in x.curve]
         model = rows.get((run.mixer, str(run.options))) or rows[run.mixer, "{}"]  # of a small task, smaller heads
         paper = report.published("table1", model, run.test.length)
+        gate = run.options.get("output_gate")
         settings = {
-            "": model,
+            "": model + (f", {gate} gate" if gate else ""),
             "the paper": "" if paper is None else paper,
             **vars(run),
             **vars(run.test),
@@ -336,8 +337,10 @@ TABLES: dict[str, tuple[str, Callable[[Path], list[Any]], Callable[[Any], Text]]
     "pretrained_short": ("pretrain/50m", Pretrained.read, pretrained_short),
     "calibration": ("mqar/calibration.jsonl", sweep.read, calibration),
     "initialisation": ("mqar/initialisation.jsonl", sweep.read, calibration),
+    "gate": ("mqar/gate.jsonl", sweep.read, calibration),
     "table1": ("mqar/table1.jsonl", sweep.known, partial(reported, "table1", "Table 1")),
     "table2": ("mqar/table2.jsonl", sweep.known, partial(reported, "table2", "Table 2")),
+    "changes": ("mqar/changes.jsonl", sweep.known, partial(reported, "changes", "One change at a time")),
     "capacity": (
         "mqar/capacity.jsonl",
         sweep.known,

@@ -218,7 +218,7 @@ def test_what_has_no_results_has_no_table(tables, tmp_path, monkeypatch):
 ORIGIN = Provenance("2026-01-01T00:00Z", "abc1234", "NVIDIA H200", 16, "2.11.0", "3.7.1", "")
 
 
-@pytest.mark.parametrize("name", ("recall", "table1", "table2", "capacity"))
+@pytest.mark.parametrize("name", ("recall", "table1", "table2", "changes", "capacity"))
 def test_a_table_of_the_paper_comes_with_its_results(name, tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     grid = "table1" if name == "recall" else name
@@ -227,7 +227,7 @@ def test_a_table_of_the_paper_comes_with_its_results(name, tables, tmp_path, mon
     (tmp_path / "mqar").mkdir()
     lines = [
         to_json(Result(run, 175_475, 120_000, curve=scores, origin=vars(ORIGIN))),
-        to_json(failure(GRIDS[grid]()[0].runs[1], "killed by SIGKILL")),  # says nothing of where it was
+        to_json(failure(GRIDS[grid]()[1].runs[0], "killed by SIGKILL")),  # says nothing of where it was
     ]
     (tmp_path / f"mqar/{grid}.jsonl").write_text("\n".join(lines) + "\n")
     text = tables.filled(f"<!-- {name} --><!-- end -->")
