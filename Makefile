@@ -33,16 +33,19 @@ tables: .venv/demo
 	$(BIN)/python docs/tables.py
 
 # Reinstall only when what they depend on changes. The demo needs little of what the tests do.
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .venv/demo: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up .venv (once; PyTorch is the large part) ..."
 	$(PYTHON) -m venv .venv
-	$(INSTALL) '.[bench]'
+	$(PIP) -e '.[bench]'
 	@touch $@
 
+# flash-linear-attention lies in a folder of its own, where only the tests look: were it to be imported, transformers would
+# call its kernels, and these know no CPU.
 .venv/ready: .venv/demo
-	$(INSTALL) '.[dev]'
+	$(PIP) -e '.[dev]'
+	$(PIP) --upgrade --target .venv/peers fla-core
 	@touch $@
 
 # vLLM wants versions of its own, torch built for CPUs among them: from there, or with TORCH_INDEX= (empty) from where pip

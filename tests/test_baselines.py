@@ -2,8 +2,11 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -420,7 +423,47 @@ def test_gated_deltanet_is_qwen3_nexts():
     beside(mixer, peer, peer, layout, 1e-5)
 
 
-# -- Beside flash-linear-attention's layers ----------------------------------------------------------------------------
+# -- Beside flash-linear-attention -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def naive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Its own references, in plain torch. Read as single files: to import the package takes a GPU."""
+    if not find_spec("fla"):
+        monkeypatch.syspath_prepend(str(Path(sys.prefix, "peers")))
+    package = find_spec("fla")
+    if package is None:
+        pytest.skip("fla-core is not installed: make .venv/ready puts it into .venv/peers")
+
+    def load(rule: str) -> ModuleType:
+        spec = spec_from_file_location(
+            f"naive_{rule}", Path(package.submodule_search_locations[0], "ops", rule, "naive.py")
+        )
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("name", ("linear_attention", "deltanet", "gla"))
+def test_its_rule_is_that_of_flash_linear_attentions_reference(name, naive, monkeypatch):
+    delta, gated = naive("delta_rule").delta_rule_recurrence, naive("gla").naive_recurrent_gla
+
+    def their_delta_rule(q, k, v, beta, g):
+        assert not g.any()
+        return delta(*(x.transpose(1, 2) for x in (q, k, v, beta)))[0].transpose(1, 2)
+
+    def their_gla(q, k, v, g, scale):
+        assert scale == q.shape[-1] ** -0.5  # theirs too
+        return gated(q, k, v, g)[0]
+
+    monkeypatch.setitem(globals(), "delta_rule", their_delta_rule)
+    monkeypatch.setitem(globals(), "gla", their_gla)
+    mixer = build(name, torch.float32, hidden_size=128)
+    want = results(lambda x: ORACLES[name](mixer, x) @ mixer.out_proj.weight.T, draw(mixer), mixer)
+    near(results(lambda x: mixer(x)[0], draw(mixer), mixer), want, 1e-5)
+
 
 FLA: dict[str, tuple[str, dict, dict[str, int]]] = {  # class, options, parts of in_proj
     "linear_attention": (

@@ -142,7 +142,7 @@ def sweep(
     only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
     runs: Annotated[
         int | None,
-        typer.Option(help="The first so many of each cell; 2 of a table: both large learning rates, one seed."),
+        typer.Option(help="The first so many of each cell; of a table, 1: one seed at 1e-3; 2: at 1e-2 too."),
     ] = None,
     out: OUT = Path("results/mqar"),
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,

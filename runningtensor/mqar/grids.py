@@ -22,7 +22,7 @@ class Protocol:
     weight_decay: float = 0.1
     embedding_std: float = 0.02
     matrix_std: float | None = None  # as each layer draws its own
-    learning_rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
+    learning_rates: tuple[float, ...] = (1e-3, 1e-2, 1e-4)  # first the one at which most rows learn
     seeds: tuple[int, ...] = (0, 1, 2)
     test_every: int = 800
     test_count: int = 512
