@@ -102,7 +102,7 @@ def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
     (tmp_path / "speed.jsonl").write_text(to_json(result(timed.runs[0], 0.0, ms=4.0)) + "\n")
     text, _ = printed("table1", [result(tensor.runs[0], 0.98765, parameters=175_475, state_floats=120_000)], tmp_path)
     line = next(line for line in text.splitlines() if line.strip().startswith("RunningTensor "))
-    for word in ("175,475", "120,000", "1,024", "100.0", "98.77", "50.00", "0.01", "4.0", "1 of 9"):
+    for word in ("175,475", "120,000", "1,024", "100.0", "98.77", "50.00", "0.001", "4.0", "1 of 9"):
         assert word in line
     assert text.count("missing") == len(table1()) - 1
     assert "1 runs on NVIDIA H200, torch 2.13.0, commit abc1234" in text

@@ -346,7 +346,7 @@ def test_the_first_runs_of_each_cell_can_be_run_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeping, "run_cells", lambda *_, wanted, **__: seen.extend(wanted))
     sweep("table1", lengths=(1024,), runs=2, out=tmp_path)
     assert [cell.row for cell in seen] == list(TABLE1)
-    assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-2, 0), (1e-3, 0))}
+    assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-3, 0), (1e-2, 0))}
     with pytest.raises(ValueError, match="runs must be at least 1, but was 0"):
         sweep("table1", runs=0, out=tmp_path)
 
