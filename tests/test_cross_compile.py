@@ -103,18 +103,20 @@ def launch_layer(fake: Callable, shape: tuple[int, int], B: int, T: int, packed:
     layer = RunningTensor(*shape)
     conv, weight = (fake(*part.weight.shape) for part in (layer.conv, layer.norm))
 
-    def forward(T: int, extra: int, position: torch.Tensor | None) -> tuple[tuple, tuple, list[torch.Tensor]]:
+    def forward(T: int, extra: int, position: torch.Tensor | None) -> tuple[tuple, list[tuple], list[torch.Tensor]]:
         # Without the wrappers of custom ops, which launch nothing where tensors are fake.
         x = fake(B, extra + T, layer.projection.compact_width)
         before = (x, conv, extra, position, None, *vars(layer.shape).values())
         outputs = fused._front._init_fn(*before)
         values, _, scale, gate = outputs[-4:]
-        after = (values, gate.view_as(values), scale, weight, layer.norm.eps, True)
-        fused._norm._init_fn(*after)
+        after = [(values, gate.view_as(values), scale, weight, layer.norm.eps, silu) for silu in (True, False)]
+        for given in after:
+            fused._norm._init_fn(*given)
         return before, after, outputs
 
     before, after, outputs = forward(T, 0, fake(T, dtype=torch.int64) if packed else None)
-    fused._norm_backward._init_fn(after[0], *after)
+    for given in after:
+        fused._norm_backward._init_fn(given[0], *given)
     fused._front_backward._init_fn(outputs, *before)
     forward(1, conv.shape[1] - 1, None)
     cross_entropies_(fake(8, 32_000), fake(8, dtype=torch.int64))

@@ -78,7 +78,7 @@ SIZES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("options", list(LAYERS.values())[:3], ids=list(LAYERS)[:3])
+@pytest.mark.parametrize("options", list(LAYERS.values())[:4], ids=list(LAYERS)[:4])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_on_a_gpu_outputs_and_gradients_are_those_of_torch(monkeypatch, dtype, size, options, call):
     D, H, K, V = size

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from runningtensor.cli import app
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import Cell, capacity, speed, table1
+from runningtensor.mqar.grids import Cell, capacity, changes, speed, table1
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store
@@ -107,6 +107,17 @@ def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
     assert text.count("missing") == len(table1()) - 1
     assert "1 runs on NVIDIA H200, torch 2.13.0, commit abc1234" in text
     assert "paper: 934k, 333.5 ms" in text
+
+
+def test_a_time_is_of_the_same_layer_in_the_same_dtype(tmp_path):
+    timed = next(x for x in speed() if (x.row, x.length) == ("RunningTensor", 4096))
+    (tmp_path / "speed.jsonl").write_text(to_json(result(timed.runs[0], 0.0, ms=4.0)) + "\n")
+    found = [result(x.runs[0], 0.9) for x in changes() if x.row.endswith(("as it stands", "sigmoid gate", "float32"))]
+    text, _ = printed("changes", found, tmp_path)
+    shown = [line for line in text.splitlines() if "90.00" in line]
+    assert len(shown) == 3 and [line for line in shown if " 4.0 " in line] == [
+        line for line in shown if "as it stands" in line
+    ]
 
 
 def test_a_run_that_is_there_twice_is_one_run(tmp_path):

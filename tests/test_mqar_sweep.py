@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -38,7 +39,7 @@ class Pretended:
 
     def __init__(self, accuracies, stopping=None):
         self.accuracies, self.started, self.ended, self.killed = accuracies, [], [], []
-        self.stopping, self.asked = stopping or {}, []
+        self.stopping, self.asked, self.steps = stopping or {}, [], {}
 
     def __call__(self, run):
         self.started.append(run.seed)
@@ -57,7 +58,7 @@ class Job:
         return found if found is None else result(self.run, found)
 
     def progress(self):
-        return 0, 0.0
+        return self.all.steps.get(self.run.seed, 0), 0.0
 
     def stop(self):
         self.all.asked.append(self.run.seed)
@@ -235,7 +236,9 @@ def test_runs_that_die_beside_others_are_run_again_after_them_and_alone(path):
             together.append((each.seed, len(start.started) - len(start.ended)))
         return start(each)
 
-    run_all(cells((0, 1, 2, 3)), path, starting, jobs=2)
+    said = StringIO()
+    run_cells(cells((0, 1, 2, 3)), path, starting, jobs=2, minutes=0.1, console=Console(file=said))
+    assert said.getvalue().count("an illegal memory access (again when the others are done)") == 2
     assert start.started == [0, 1, 2, 3, 0, 1] and together == [(0, 0), (1, 0)]
     assert {found.run.seed: bool(found.failed) for found in read(path)} == {0: True, 1: False, 2: False, 3: False}
     assert run_all(cells((0, 1, 2, 3)), path, start) == 0 and len(start.started) == 6  # it died alone: that is known
@@ -247,6 +250,33 @@ def test_a_sweep_that_was_cut_off_does_not_begin_again_with_what_died_beside_oth
     start = Pretended({0: 0.1, 1: 0.2, 2: 0.3})
     assert run_all(cells((0, 1, 2)), path, start, jobs=2) == 0
     assert start.started == [1, 2, 0]
+
+
+def test_what_died_is_tried_again_after_the_others_and_alone(path):
+    dead = failure(run(0), "killed by SIGKILL")
+    run_all(cells((0,)), path, Pretended({0: dead}))
+    start = Pretended({0: dead, 1: 0.1, 2: 0.2})
+    run_all(cells((0, 1, 2)), path, start, jobs=3, retry=True, minutes=0.1)
+    assert start.started == [1, 2, 0]
+    assert [found.origin.get("at_once") for found in read(path)] == [1, 3, 3, 1]
+
+
+@pytest.mark.parametrize("sign", ("it goes on", "it ends", "it is waited for no longer"))
+def test_while_others_may_be_dying_of_the_same_nothing_is_started(path, monkeypatch, sign):
+    monkeypatch.setattr(sweeping, "PATIENCE", 0.3 if "longer" in sign else 60.0)
+    start = Pretended({0: failure(run(0), "an illegal memory access"), 2: 0.2})
+    asleep = []
+
+    def sleep(seconds):
+        asleep.append(len(start.started))
+        time.sleep(seconds)
+        if len(asleep) == 50:
+            start.steps |= {1: 800} if sign == "it goes on" else {}
+            start.accuracies |= {1: 0.1} if sign == "it ends" else {}
+
+    monkeypatch.setattr(sweeping, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    run_all(cells((0, 1, 2)), path, start, jobs=2, minutes=0.01)
+    assert start.started[:3] == [0, 1, 2] and asleep[:20] == [2] * 20
 
 
 def test_a_run_whose_loss_was_no_number_is_not_run_again(path):

@@ -96,6 +96,16 @@ def test_the_paper_is_the_default_and_what_differs_is_said() -> None:
         "2 epochs (the paper: one)",
     ):
         assert words in said
+    said = " ".join(deviations(replace(other, model="gated-deltanet"), 50_000_000, 10**9, 2.0))
+    assert "clip 1.0" in said and "forget" not in said and "output_gate" not in said  # RunningTensor's own
+
+
+def test_what_a_recipe_says_of_the_layer_is_what_its_model_has() -> None:
+    other = replace(tiny_cpu(), projection="linear", forget="none", output_gate="sigmoid", heads=2, value_dim=12)
+    config = configuration(other, 100)
+    for name in ("projection", "forget", "output_gate", "value_dim"):
+        assert getattr(config, name) == getattr(other, name) != getattr(paper_600m(), name)
+    assert config.num_heads == 2 and tuple(config.key_dims) == other.key_dims
 
 
 def test_learning_rates() -> None:

@@ -134,7 +134,7 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
 
 def like(run: Run, other: Run) -> bool:
     """Whether as many tokens take both as long, in the test's length."""
-    return all(getattr(run, x) == getattr(other, x) for x in ("mixer", "options", "test"))
+    return all(getattr(run, x) == getattr(other, x) for x in ("mixer", "options", "test", "dtype"))
 
 
 def report(

@@ -28,6 +28,8 @@ from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
 from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
 
+PATIENCE = 120.0  # seconds: who compiles kernels notices a fault of the GPU no sooner
+
 # -- The file ----------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +215,6 @@ def sweep(
             wanted=wanted,
             all_runs=all_runs,
             retry=retry,
-            alone=not ray,  # whoever loses a machine of a cluster loses all that ran there
             console=console,
         )
     finally:
@@ -231,22 +232,26 @@ def run_cells(
     jobs: int = 1,
     all_runs: bool = False,  # a cell goes on after a run that is good enough
     retry: bool = False,  # runs whose process died are run again
-    alone: bool = True,  # those that died beside others, which are after them: one at a time
     console: Console | None = None,
 ) -> int:
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     console = console or Console()
     active: dict[str, Job] = {}
     beside: set[str] = set()  # runs that others ran beside
-    rest = 0.0  # nothing is started before
+    suspects: dict[str, tuple[int, float]] = {}  # how far those were that ran when the last one died beside them
+    last_death = -math.inf
     with closing(Store(path)) as store:
         plan = Plan(grid, grid if wanted is None else wanted, store.found, all_runs=all_runs, retry=retry)
         board = Board(plan, active, deadline)
         running = path.parent / "running"
         running.mkdir(parents=True, exist_ok=True)  # here, so that other machines save where they share it
 
-        def again(key: str) -> bool:
-            return key in store.found and died_beside(store.found[key])
+        def again(key: str) -> bool:  # it died, and is run after all others, alone
+            return key in store.found and died(store.found[key])
+
+        def dying() -> bool:  # perhaps of what another died of; MPS takes nobody new before all of them are gone
+            stuck = (suspects.get(key) == job.progress() for key, job in active.items())
+            return time.monotonic() < last_death + PATIENCE and any(stuck)
 
         def drop_needless() -> None:
             for key in active.keys() - set(plan.left()):  # a better run has made it so
@@ -259,16 +264,17 @@ def run_cells(
                     forget(kept(running, key))
 
         def collect(stopping: bool = False) -> None:
-            nonlocal rest
+            nonlocal last_death
             for key in [*active]:  # one by one: an interrupt between two loses neither
                 result = active[key].poll()
                 if result is None:
                     continue
                 if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
-                    result.origin["at_once"] = 1 if alone and again(key) else jobs
+                    result.origin["at_once"] = 1 if again(key) else jobs
                     if died(result) and key in beside and not again(key):
                         result.origin["beside"] = True
-                        rest = time.monotonic() + GRACE / 6  # others may be dying of the same
+                        last_death = time.monotonic()
+                        suspects.update((other, job.progress()) for other, job in active.items())
                     store.add(result)
                     if not died_beside(result):
                         plan.done(key)
@@ -293,8 +299,8 @@ def run_cells(
                 while (left := plan.left()) and time.monotonic() < deadline:
                     drop_needless()
                     first = [key for key in left if not again(key)]
-                    at_once = jobs if first or not alone else 1
-                    if time.monotonic() >= rest:
+                    if not dying():
+                        at_once = jobs if first else 1
                         for key in [key for key in first or left if key not in active][: at_once - len(active)]:
                             active[key] = start(plan.runs[key])
                     if len(active) > 1:

@@ -1,6 +1,7 @@
 """A run in a process of its own, on this machine or on one of a Ray cluster: how it is started, asked and stopped."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -79,7 +80,8 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            # A GPU that refuses is an error: else torch says that there is none, and the run takes the CPU.
+            env={"OMP_NUM_THREADS": str(threads), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ},
             start_new_session=True,  # an interrupt is for the sweep, which then stops its workers
         )
         assert self.process.stdin is not None
@@ -168,7 +170,7 @@ class Cluster:
         except ImportError as error:
             raise ValueError("ray must be installed for --ray: pip install 'runningtensor[ray]'") from error
         self.ray, self.device, self.running = ray, device, str(running)
-        ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False)
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
         gpus = int(ray.cluster_resources().get("GPU", 0)) if device in (None, "cuda") else 0
         self.jobs = jobs * max(1, gpus)
         # A run that fails is not tried again elsewhere: the sweep writes down why.

@@ -168,10 +168,10 @@ def shown(value: Any) -> str:
 
 def deviations(recipe: Recipe, parameters: int, tokens: int, epochs: float) -> list[str]:
     """What differs from the paper's training, of what it says: it names neither lengths nor batches nor betas."""
-    paper = paper_600m()
+    paper, ours = paper_600m(), ("projection", "forget", "output_gate")
     found = [
         f"{name} {shown(getattr(recipe, name))} (the paper: {shown(getattr(paper, name))})"
-        for name in ("projection", "forget", "output_gate", "schedule", "warmup", "weight_decay", "clip")
+        for name in (*(ours if recipe.model == paper.model else ()), "schedule", "warmup", "weight_decay", "clip")
         if getattr(recipe, name) != getattr(paper, name)
     ]
     if recipe.lr not in (1e-3, 1e-4, 1e-5):

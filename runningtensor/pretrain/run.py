@@ -66,8 +66,8 @@ def same_run(notes: dict[str, Any], recipe: dict[str, Any], fingerprint: str, ou
     """A ValueError, unless a checkpoint is of this recipe, but for what may change, and of this data."""
     before = asdict(Recipe()) | notes["recipe"]  # which may be older than a setting
     free = set(FREE) - ({"steps"} if recipe["schedule"] == "cosine" else set())  # which depends on their number
-    if differ := [name for name in recipe if name not in free and before.get(name) != recipe[name]]:
-        what = ", ".join(f"{name} was {before.get(name)} and is {recipe[name]}" for name in differ)
+    if differ := [name for name in recipe if name not in free and before[name] != recipe[name]]:
+        what = ", ".join(f"{name} was {before[name]} and is {recipe[name]}" for name in differ)
         raise ValueError(f"{out} has checkpoints of another recipe: {what}. Go on as then, or into another folder")
     if notes["fingerprint"] != fingerprint:
         raise ValueError(f"{out} has checkpoints of a run on other data. Go on with the same, or into another folder")
