@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, logsigmoid, silu, softplus
 
 from runningtensor.layers import BASELINES
-from runningtensor.layers.baselines import Mixer
+from runningtensor.layers.baselines import Mixer, RMSNorm
 
 SMALL: dict[str, dict] = {  # no two widths alike
     "attention": {"hidden_size": 10, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8},
@@ -126,11 +126,12 @@ def deltanet(m, x):
 
 def gated_deltanet(m, x):
     K, V = m.num_heads * m.key_dim, m.num_heads * m.value_dim
-    *qkv, gate, a, b = projected(m, x, K, K, V, V, m.num_heads, m.num_heads)
+    ungated = isinstance(m.norm, RMSNorm)
+    *qkv, gate, a, b = projected(m, x, K, K, V, 0 if ungated else V, m.num_heads, m.num_heads)
     q, k, v = split_heads(m, *silu(convolved(m, torch.cat(qkv, -1))).split((K, K, V), -1))
     g = -m.A_log.exp() * softplus(a + m.dt_bias)
     out = rms(delta_rule(unit(q), unit(k), v, b.sigmoid(), g), m.norm.weight, 1e-5)
-    return out.flatten(2) * silu(gate)
+    return out.flatten(2) * (1 if ungated else silu(gate))
 
 
 def gated_linear(m, x):

@@ -35,6 +35,19 @@ def test_equals_its_definition(name, dtype, bound):
     near(results(lambda x: mixer(x)[0], x, mixer), want, bound)
 
 
+def test_gated_deltanet_without_its_gate_is_the_same_without_it():
+    mixer = build("gated_deltanet", **SMALL["gated_deltanet"], output_gate="none")
+    x, want = draw(mixer), ORACLES["gated_deltanet"]
+    near(
+        results(lambda x: mixer(x)[0], x, mixer),
+        results(lambda x: want(mixer, x) @ mixer.out_proj.weight.T, x, mixer),
+        1e-10,
+    )
+    gated = build("gated_deltanet")
+    spared = gated.hidden_size * gated.num_heads * gated.value_dim
+    assert sum(p.numel() for p in gated.parameters()) - sum(p.numel() for p in mixer.parameters()) == spared
+
+
 @EVERY
 def test_is_called_as_the_layer_is(name):
     mixer = build(name)

@@ -1,6 +1,7 @@
 """A sweep runs each run once, however often it is killed."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from io import StringIO
@@ -12,7 +13,7 @@ from rich.console import Console
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
 from runningtensor.mqar.grids import TABLE1, Cell
-from runningtensor.mqar.record import Point, Result, Run, Score, identity, to_json
+from runningtensor.mqar.record import Point, Result, Run, Score, from_json, identity, to_json
 from runningtensor.mqar.sweep import Store, ordered, read, run_cells, sweep
 from runningtensor.mqar.workers import failure, kept
 
@@ -213,15 +214,44 @@ def test_every_row_has_a_run_before_any_has_two_and_short_ones_come_first():
     assert [each.seed for _, each in ordered(grid)] == [0, 2, 1, 3, 4]
 
 
-def test_failed_runs_are_run_again_only_if_asked(path):
-    start = Pretended({0: failure(run(0), "no memory"), 1: 0.1})
-    run_all(cells((0, 1)), path, start)
-    run_all(cells((0, 1)), path, start)
-    assert start.started == [0, 1]
+def test_what_died_is_left_to_the_next_sweep_which_is_said(path):
+    said = StringIO()
+    start = Pretended({0: failure(run(0), "killed by SIGKILL"), 1: 0.1})
+    assert run_cells(cells((0, 1)), path, start, console=Console(file=said, width=200)) == 1
+    assert "1 runs left, 0 of them wait to go on, 1 died and are tried again by the next sweep" in said.getvalue()
     start.accuracies[0] = 0.7
-    run_all(cells((0, 1)), path, start, retry=True)
+    assert run_all(cells((0, 1)), path, start) == 0
     assert start.started == [0, 1, 0]
     assert Store(path).found[identity(run(0))].accuracy == 0.7
+
+
+@pytest.mark.parametrize("jobs", (1, 3))
+def test_a_machine_that_is_not_well_does_not_cost_a_grid(path, jobs):
+    """No GPU, a full disk, a broken environment: nothing that is started lives."""
+    start = Pretended({seed: failure(run(seed), "no GPU") for seed in range(20)})
+    with pytest.raises(ValueError, match=f"{jobs + 3} in a row died: is the machine well. The last: no GPU"):
+        run_all(cells(range(20)), path, start, jobs=jobs)
+    assert len(start.started) <= 2 * jobs + 3
+    well = Pretended({seed: 0.1 for seed in range(20)})
+    assert run_all(cells(range(20)), path, well, jobs=jobs) == 0
+    assert sorted(well.started) == list(range(20))
+
+
+def test_a_row_that_always_dies_does_not_end_a_sweep(path):
+    rows = [range(10), range(10, 20)]
+    start = Pretended({seed: failure(run(seed), "no memory") if seed < 10 else 0.1 for row in rows for seed in row})
+    assert run_all(cells(*rows), path, start, jobs=2) == 10
+    assert {found.run.seed for found in read(path) if not found.failed} == set(rows[1])
+
+
+def test_a_result_that_cannot_be_written_is_printed(path, monkeypatch, capsys):
+    def full(number):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(sweeping.os, "fsync", full)
+    with pytest.raises(ValueError, match=r"grid\.jsonl cannot be written, so its result is printed: No space left"):
+        run_all(cells((0,)), path, Pretended({0: 0.5}))
+    assert from_json(capsys.readouterr().out.splitlines()[0]).accuracy == 0.5
 
 
 def test_runs_that_die_beside_others_are_run_again_after_them_and_alone(path):
@@ -241,7 +271,6 @@ def test_runs_that_die_beside_others_are_run_again_after_them_and_alone(path):
     assert said.getvalue().count("an illegal memory access (again when the others are done)") == 2
     assert start.started == [0, 1, 2, 3, 0, 1] and together == [(0, 0), (1, 0)]
     assert {found.run.seed: bool(found.failed) for found in read(path)} == {0: True, 1: False, 2: False, 3: False}
-    assert run_all(cells((0, 1, 2, 3)), path, start) == 0 and len(start.started) == 6  # it died alone: that is known
 
 
 def test_a_sweep_that_was_cut_off_does_not_begin_again_with_what_died_beside_others(path):
@@ -256,7 +285,7 @@ def test_what_died_is_tried_again_after_the_others_and_alone(path):
     dead = failure(run(0), "killed by SIGKILL")
     run_all(cells((0,)), path, Pretended({0: dead}))
     start = Pretended({0: dead, 1: 0.1, 2: 0.2})
-    run_all(cells((0, 1, 2)), path, start, jobs=3, retry=True, minutes=0.1)
+    run_all(cells((0, 1, 2)), path, start, jobs=3, minutes=0.1)
     assert start.started == [1, 2, 0]
     assert [found.origin.get("at_once") for found in read(path)] == [1, 3, 3, 1]
 
@@ -282,7 +311,7 @@ def test_while_others_may_be_dying_of_the_same_nothing_is_started(path, monkeypa
 def test_a_run_whose_loss_was_no_number_is_not_run_again(path):
     start = Pretended({0: replace(result(run(0), 0.1), failed="the loss is not finite")})
     run_all(cells((0,)), path, start)
-    run_all(cells((0,)), path, start, retry=True)
+    run_all(cells((0,)), path, start)
     assert start.started == [0]
 
 
@@ -299,10 +328,12 @@ def test_what_a_run_goes_on_from_is_removed_when_nobody_needs_it(path):
 # -- The file ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_last_line_that_was_cut_off_is_mended_and_run_again(path):
+@pytest.mark.parametrize("kept", (1, 4, 50, -40, 0))
+def test_a_last_line_that_was_cut_off_is_mended_and_run_again(path, kept):
     start = Pretended({0: 0.1, 1: 0.2, 2: 0.3})
     run_all(cells((0, 1, 2)), path, start)
-    path.write_bytes(path.read_bytes()[:-40])
+    *whole, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole) + (last[:kept] or bytes(300)))  # zeros: what a power failure may leave
     assert [found.run.seed for found in read(path)] == [0, 1]
     start.started.clear()
     assert run_all(cells((0, 1, 2)), path, start) == 0
@@ -379,6 +410,8 @@ def test_the_first_runs_of_each_cell_can_be_run_alone(tmp_path, monkeypatch):
     assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-3, 0), (1e-2, 0))}
     with pytest.raises(ValueError, match="runs must be at least 1, but was 0"):
         sweep("table1", runs=0, out=tmp_path)
+    with pytest.raises(ValueError, match="minutes must not be negative, but was nan"):
+        sweep("table1", math.nan, out=tmp_path)
 
 
 def test_a_grid_that_is_not_there_is_refused(tmp_path):

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
 
+from runningtensor.cli import app
 from runningtensor.layers import RunningTensor
 from runningtensor.mqar import resume
 from runningtensor.mqar import train as training
@@ -223,6 +225,43 @@ def test_times_are_of_usual_steps_and_not_of_what_lies_between(monkeypatch):
     assert clock.ms == pytest.approx([1, 2, 1, 2])
 
 
+OWN = """
+from torch import nn
+
+
+class Average(nn.Module):
+    def __init__(self, d_model, *, gain):
+        super().__init__()
+        self.out = nn.Linear(d_model, d_model)
+        self.gain = gain
+
+    def forward(self, x):
+        return (self.out(self.gain * x.cumsum(1)),)
+"""
+
+
+def test_a_mixer_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
+    (tmp_path / "own_mixers.py").write_text(OWN)
+    mine = run(mixer="own_mixers:Average", options={"gain": 0.1})
+    with pytest.raises(ValueError, match="package.module:name of what can be imported, but was 'own_mixers:Average'"):
+        Recall(mine)
+    assert from_json(to_json(training.Result(mine, 0, None))).run == mine  # read where it is not
+    monkeypatch.syspath_prepend(tmp_path)
+    result = last(train(mine, CPU))
+    assert result.finished and result.state_floats is None and losses(result)[-1] < losses(result)[0]
+
+
+def test_an_interrupted_run_is_printed_as_far_as_it_came(tmp_path, monkeypatch):
+    def interrupted(*_):
+        yield from [last(train(run(), CPU))]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupted)
+    out = tmp_path / "runs.jsonl"
+    found = CliRunner().invoke(app, ["mqar", "train", "--device", "cpu", "--d-model", "8", "--out", str(out)])
+    assert found.exit_code == 130 and from_json(found.stdout).curve and not out.read_text()
+
+
 # -- What is recorded --------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +336,8 @@ def test_the_score_at_a_length_is_the_best_of_that_test():
         ({"tokens_a_step": 15}, "tokens_a_step must be at least the longest length, 16, but was 15"),
         ({"steps": 0}, "steps must be at least 1, but was 0"),
         ({"warm_up": 0}, "warm_up must be at least 1, or None, but was 0"),
+        ({"matrix_std": -0.1}, "matrix_std must not be negative, but was -0.1"),
+        ({"weight_decay": -1.0}, "weight_decay must not be negative, but was -1.0"),
     ),
 )
 def test_a_run_that_cannot_be_is_refused(wrong, match):

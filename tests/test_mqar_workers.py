@@ -39,7 +39,7 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
         return worker
 
     grid = [Cell("row", 16, (wrong, deadly, run(3)))]
-    assert run_all(grid, path, started, jobs=3) == 0
+    assert run_all(grid, path, started, jobs=3) == 2  # which may be tried again
     found = {each.run.seed: each for each in read(path)}
     assert found[1].failed.startswith("exit 1: TypeError") and "nonsense" in found[1].failed
     assert found[2].failed.startswith("killed by SIGKILL")
@@ -173,7 +173,7 @@ def test_a_sweep_over_ray_finds_what_one_here_finds(tmp_path, monkeypatch):
     grid = [Cell("row", 16, (run(0), run(1, options=TINY | {"nonsense": 1}), run(2)))]
     monkeypatch.setitem(GRIDS, "tiny", lambda: grid)
     for where, ray in (("here", False), ("there", True)):
-        assert sweep("tiny", jobs=2, out=tmp_path / where, ray=ray, device="cpu", console=Console(file=StringIO())) == 0
+        assert sweep("tiny", jobs=2, out=tmp_path / where, ray=ray, device="cpu", console=Console(file=StringIO())) == 1
     here, there = (Store(tmp_path / where / "tiny.jsonl").found for where in ("here", "there"))
     assert here.keys() == there.keys() and len(here) == 3
     for key in here:

@@ -196,7 +196,10 @@ class DeltaNet(Mixer):
 
 
 class GatedDeltaNet(Mixer):
-    """DeltaNet that forgets, at a rate drawn from the input, and whose outputs are gated."""
+    """DeltaNet that forgets, at a rate drawn from the input, and whose outputs are gated.
+
+    output_gate: "silu", "sigmoid" or "none", without which there are fewer parameters
+    """
 
     products = 3
 
@@ -213,12 +216,16 @@ class GatedDeltaNet(Mixer):
     ) -> None:
         super().__init__(hidden_size, num_heads, head_dim, whole("head_dim · expand_v", head_dim * expand_v))
         self.sizes = [num_heads * n for n in (head_dim, head_dim, self.value_dim)]
-        self.rest = [num_heads * n for n in (self.value_dim, 1, 1)]
+        self.gated = output_gate != "none"
+        self.rest = [num_heads * n for n in (self.value_dim if self.gated else 0, 1, 1)]
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes) + sum(self.rest), bias=False)  # q, k, v, gate, a, b
         self.conv = ShortConvolution(sum(self.sizes), conv_size)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.norm = GatedRMSNorm(self.value_dim, head_dim * norm_eps, output_gate)
+        eps = head_dim * norm_eps
+        self.norm: nn.Module = (
+            GatedRMSNorm(self.value_dim, eps, output_gate) if self.gated else RMSNorm(self.value_dim, eps=eps)
+        )
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -232,7 +239,7 @@ class GatedDeltaNet(Mixer):
         q, k, v = l2_normalize(q), l2_normalize(k), v.contiguous()
         beta, log_decay = wide(b).sigmoid(), -wide(self.A_log).exp() * softplus(wide(a) + self.dt_bias)
         out, _ = running_tensor((q,), (k,), v, beta=beta, log_decay=log_decay, cu_seqlens=cu_seqlens)
-        return self.norm(out, self.heads(gate)).flatten(-2)
+        return (self.norm(out, self.heads(gate)) if self.gated else self.norm(out)).flatten(-2)
 
 
 class GatedLinearAttention(Mixer):

@@ -30,7 +30,9 @@ OUT = Annotated[Path, typer.Option(help="Where results and figures are.")]
 @app.command()
 @plainly()
 def train(
-    mixer: Annotated[str, typer.Option(help="running_tensor, gated_deltanet, attention, …")] = "running_tensor",
+    mixer: Annotated[
+        str, typer.Option(help="running_tensor, gated_deltanet, attention, …, or your own: package.module:name.")
+    ] = "running_tensor",
     options: Annotated[str, typer.Option(help="Of the mixer, as JSON.")] = "{}",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
@@ -63,9 +65,9 @@ def train(
     """One run; its record, with all that is needed to repeat it, is one line of JSON."""
     import torch
 
+    from runningtensor.mqar import mixers
     from runningtensor.mqar import train as training
     from runningtensor.mqar.data import Task
-    from runningtensor.mqar.mixers import MIXERS
     from runningtensor.mqar.record import Run, to_json
     from runningtensor.mqar.sweep import Store
 
@@ -105,27 +107,35 @@ def train(
     )
     # Before the run: what cannot be made, or cannot take its record, is better known now.
     try:
-        MIXERS[mixer](d_model, **run.options)
+        mixers.mixer(mixer)(d_model, **run.options)
     except TypeError as error:
         raise ValueError(f"options must fit {mixer}, but were {options}: {error}") from error
     if out:
         Store(out).close()
-    for result in training.train(run, torch.device(device) if device else None, graph):
-        point = result.curve[-1]
-        aside.print(
-            f"step {point.step:>6,} of {steps:,}  loss {point.loss:6.3f}  accuracy {100 * point.accuracy:6.2f}  "
-            f"macro-F1 {100 * point.macro_f1:6.2f}  {result.ms_a_step:.1f} ms/step  {point.seconds:.0f} s",
-            highlight=False,
-            soft_wrap=True,
-        )
+    aside.print(f"{steps:,} steps, tested every {test_every:,}; Ctrl-C ends it with what there is", highlight=False)
+    result = None
+    try:
+        for result in training.train(run, torch.device(device) if device else None, graph):
+            point = result.curve[-1]
+            aside.print(
+                f"step {point.step:>6,} of {steps:,}  loss {point.loss:6.3f}  accuracy {100 * point.accuracy:6.2f}  "
+                f"macro-F1 {100 * point.macro_f1:6.2f}  {result.ms_a_step:.1f} ms/step  {point.seconds:.0f} s",
+                highlight=False,
+                soft_wrap=True,
+            )
+    except KeyboardInterrupt:
+        if result:  # not appended to a file: what is there is finished
+            print(to_json(result))
+        raise typer.Exit(130) from None
+    assert result is not None
     if out:
         try:
             store = Store(out)
-            store.add(result)
-            store.close()
-        except (ValueError, OSError):  # another has it open now, or the disk is full
+        except (ValueError, OSError):  # another has it open now
             print(to_json(result))
             raise
+        store.add(result)
+        store.close()
         aside.print(f"Appended to {escape(str(out))}")
     else:
         print(to_json(result))
@@ -148,7 +158,6 @@ def sweep(
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
     device: DEVICE = None,
     all_runs: Annotated[bool, typer.Option(help="Also of cells that have one of 99.95%.")] = False,
-    retry: Annotated[bool, typer.Option(help="Run again what died.")] = False,
 ) -> None:
     """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""
     from runningtensor.mqar import sweep as runner
@@ -164,7 +173,6 @@ def sweep(
         ray=ray,
         device=device,
         all_runs=all_runs,
-        retry=retry,
         console=console,
     )
 

@@ -11,6 +11,7 @@ SERIES = {
     "RunningTensor, sigmoid gate": ("#0072B2", "*"),
     "Gated DeltaNet, 131k state": ("#D55E00", "D"),
     "Gated DeltaNet, 131k state, sigmoid gate": ("#D55E00", "*"),
+    "Gated DeltaNet, 131k state, no gate": ("#D55E00", "X"),
     "Gated DeltaNet, published": ("#D55E00", "D"),
     "Flash-VQG, published": ("#000000", "v"),
 }

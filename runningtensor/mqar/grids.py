@@ -89,6 +89,7 @@ CAPACITY: dict[str, Options] = {
     "RunningTensor, r = k, u = q": TABLE1["RunningTensor, r = k, u = q"],
     "RunningTensor, sigmoid gate": ("running_tensor", SIGMOID),
     "Gated DeltaNet, 131k state, sigmoid gate": (GATED_131K[0], GATED_131K[1] | SIGMOID),
+    "Gated DeltaNet, 131k state, no gate": (GATED_131K[0], GATED_131K[1] | {"output_gate": "none"}),  # the published
     **{
         f"order {order}, keys of {width}": ("running_tensor", {"key_dims": (width,) * (order - 1)})
         for order, widths in SIZES.items()

@@ -1,6 +1,7 @@
 """The mixers a run can name."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 from torch import Tensor, nn
 
@@ -36,3 +37,18 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
     "running_tensor_tied": TiedKeys,
     **BASELINES,
 }
+
+
+def mixer(name: str) -> Callable[..., nn.Module]:
+    """One of those, or package.module:name, a class of one's own: made as name(d_model, **options), called with
+    [B,T,d_model], and the first of what it returns is as large. It may say how many floats its state has, state_floats.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        return MIXERS[name]
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"mixer must be package.module:name of what can be imported, but was {name!r}: {error}"
+        ) from error

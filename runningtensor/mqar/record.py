@@ -19,7 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 class Run:
     """Everything that decides the result."""
 
-    mixer: str  # a key of MIXERS
+    mixer: str  # a key of MIXERS, or package.module:name
     options: dict[str, object]  # of the mixer
     tasks: tuple[Task, ...]  # each training batch is of one of them; one that is there twice is drawn twice as often
     test: Task
@@ -48,7 +48,7 @@ class Run:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("mixer", self.mixer, MIXERS),
+            *([("mixer", self.mixer, MIXERS)] if ":" not in self.mixer else []),  # which may not be here
             ("schedule", self.schedule, SCHEDULES),
             ("dtype", self.dtype, DTYPES),
         ):
@@ -69,6 +69,9 @@ class Run:
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, but was {getattr(self, name)}")
+        for name in ("embedding_std", "matrix_std", "weight_decay"):
+            if not (getattr(self, name) or 0) >= 0:
+                raise ValueError(f"{name} must not be negative, but was {getattr(self, name)}")
         if self.warm_up is not None and self.warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, or None, but was {self.warm_up}")
 

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -61,19 +61,25 @@ class Store:
             parsed(torn.decode(errors="replace"))
             self.file.write(b"\n")
         except ValueError as error:
-            if not (torn.startswith(b'{"id"') and isinstance(error, json.JSONDecodeError)):
+            begun = b'{"id"'.startswith(torn[:5]) or not torn.strip(b"\0")  # zeros: the power failed
+            if not (begun and isinstance(error, json.JSONDecodeError)):
                 raise ValueError(f"{self.path} must hold results, but its last line is none: {error}") from error
             self.file.truncate(self.file.seek(0, os.SEEK_END) - len(torn))
         self.file.flush()
 
     def add(self, result: Result) -> None:
-        self.file.write(to_json(result).encode() + b"\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        try:
+            self.file.write(to_json(result).encode() + b"\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            print(to_json(result))  # or it would be lost
+            raise ValueError(f"{self.path} cannot be written, so its result is printed: {error}") from error
         self.found[identity(result.run)] = result
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # what could not be written has been said
+            self.file.close()
 
 
 def read(path: Path) -> list[Result]:
@@ -102,13 +108,9 @@ def known(path: Path) -> list[Result]:
 
 
 def died(result: Result) -> bool:
-    """Before a test. One that came as far has failed for good: its loss was no number, and will be none again."""
+    """Of the machine perhaps, so that every sweep tries it anew. One that came to a test has failed for good: its loss
+    was no number, and will be none again."""
     return bool(result.failed) and not result.curve
-
-
-def died_beside(result: Result) -> bool:
-    """Others, of what one of them did perhaps: under MPS one wrong address ends all, and memory may not do for all."""
-    return died(result) and bool(result.origin.get("beside"))
 
 
 # -- The sweep ---------------------------------------------------------------------------------------------------------
@@ -129,10 +131,10 @@ class Plan:
     """
 
     def __init__(
-        self, grid: Sequence[Cell], wanted: Sequence[Cell], found: dict[str, Result], *, all_runs: bool, retry: bool
+        self, grid: Sequence[Cell], wanted: Sequence[Cell], found: dict[str, Result], *, all_runs: bool
     ) -> None:
         self.found, self.all_runs = found, all_runs
-        self.tried = {key for key, x in found.items() if not (died_beside(x) or (retry and died(x)))}
+        self.tried = {key for key, result in found.items() if not died(result)}
         self.members = {(cell.row, cell.length): [identity(run) for run in cell.runs] for cell in grid}
         self.runs: dict[str, Run] = {}  # that are wanted, by identity: what two cells share is done once
         self.cells: dict[str, list[tuple[str, int]]] = {}  # of such a run, those that are wanted
@@ -176,7 +178,6 @@ def sweep(
     ray: bool = False,
     device: str | None = None,
     all_runs: bool = False,
-    retry: bool = False,
     console: Console | None = None,
 ) -> int:
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
@@ -189,6 +190,8 @@ def sweep(
     for what, count in (("jobs", jobs), ("runs", runs)):
         if count is not None and count < 1:
             raise ValueError(f"{what} must be at least 1, but was {count}")
+    if minutes is not None and not minutes >= 0:
+        raise ValueError(f"minutes must not be negative, but was {minutes}")
     grid = GRIDS[name]()
     wanted = [
         replace(cell, runs=cell.runs[:runs])
@@ -214,7 +217,6 @@ def sweep(
             jobs=cluster.jobs if cluster else jobs,
             wanted=wanted,
             all_runs=all_runs,
-            retry=retry,
             console=console,
         )
     finally:
@@ -231,93 +233,124 @@ def run_cells(
     minutes: float | None = None,
     jobs: int = 1,
     all_runs: bool = False,  # a cell goes on after a run that is good enough
-    retry: bool = False,  # runs whose process died are run again
     console: Console | None = None,
 ) -> int:
     deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     console = console or Console()
-    active: dict[str, Job] = {}
-    beside: set[str] = set()  # runs that others ran beside
-    suspects: dict[str, tuple[int, float]] = {}  # how far those were that ran when the last one died beside them
-    last_death = -math.inf
     with closing(Store(path)) as store:
-        plan = Plan(grid, grid if wanted is None else wanted, store.found, all_runs=all_runs, retry=retry)
-        board = Board(plan, active, deadline)
-        running = path.parent / "running"
-        running.mkdir(parents=True, exist_ok=True)  # here, so that other machines save where they share it
-
-        def again(key: str) -> bool:  # it died, and is run after all others, alone
-            return key in store.found and died(store.found[key])
-
-        def dying() -> bool:  # perhaps of what another died of; MPS takes nobody new before all of them are gone
-            stuck = (suspects.get(key) == job.progress() for key, job in active.items())
-            return time.monotonic() < last_death + PATIENCE and any(stuck)
-
-        def drop_needless() -> None:
-            for key in active.keys() - set(plan.left()):  # a better run has made it so
-                active.pop(key).kill()
-                forget_needless([key])
-
-        def forget_needless(keys: Iterable[str]) -> None:
-            for key in keys:
-                if kept(running, key).exists() and plan.needless(key):
-                    forget(kept(running, key))
-
-        def collect(stopping: bool = False) -> None:
-            nonlocal last_death
-            for key in [*active]:  # one by one: an interrupt between two loses neither
-                result = active[key].poll()
-                if result is None:
-                    continue
-                if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
-                    result.origin["at_once"] = 1 if again(key) else jobs
-                    if died(result) and key in beside and not again(key):
-                        result.origin["beside"] = True
-                        last_death = time.monotonic()
-                        suspects.update((other, job.progress()) for other, job in active.items())
-                    store.add(result)
-                    if not died_beside(result):
-                        plan.done(key)
-                    if result.curve:  # else its process died, and can go on if it is tried again
-                        forget(kept(running, key))
-                    console.print(board.line(key, result), highlight=False, soft_wrap=True)
-                del active[key]
-
-        def stop() -> None:
-            drop_needless()
-            for job in active.values():
-                job.stop()
-            patience = time.monotonic() + GRACE
-            while active and time.monotonic() < patience:
-                time.sleep(PAUSE)
-                collect(stopping=True)
-
+        plan = Plan(grid, grid if wanted is None else wanted, store.found, all_runs=all_runs)
+        crew = Crew(plan, store, start, jobs, console)
         console.print(f"{len(plan.runs)} runs, {len(plan.left())} of them left; results in {escape(str(path))}")
+        board = Board(plan, crew.active, deadline)
         live = Live(get_renderable=board.show, console=console, transient=True)
         try:
             with live if console.is_terminal else nullcontext():
-                while (left := plan.left()) and time.monotonic() < deadline:
-                    drop_needless()
-                    first = [key for key in left if not again(key)]
-                    if not dying():
-                        at_once = jobs if first else 1
-                        for key in [key for key in first or left if key not in active][: at_once - len(active)]:
-                            active[key] = start(plan.runs[key])
-                    if len(active) > 1:
-                        beside.update(active)
+                while plan.left() and time.monotonic() < deadline:
+                    crew.start_some()
                     time.sleep(PAUSE)
-                    collect()
+                    crew.collect()
         finally:  # out of time, or interrupted
-            try:
-                stop()
-                forget_needless(plan.runs)
-            finally:
-                for job in active.values():
-                    job.kill()
-            left = plan.left()
-            begun = sum(kept(running, key).exists() for key in left)
-            console.print(f"{len(left)} runs left" + (f", {begun} of them wait to go on" if left else ""))
+            crew.stop()
+            left = [*plan.left(), *crew.dead]
+            words = [f"{sum(kept(crew.running, key).exists() for key in left)} of them wait to go on"] if left else []
+            words += [f"{len(crew.dead)} died and are tried again by the next sweep"] if crew.dead else []
+            console.print(", ".join((f"{len(left)} runs left", *words)))
         return len(left)
+
+
+class Crew:
+    """The runs under way: what is started next, and what becomes of those that end."""
+
+    def __init__(self, plan: Plan, store: Store, start: Callable[[Run], Job], jobs: int, console: Console) -> None:
+        self.plan, self.store, self.start, self.jobs, self.console = plan, store, start, jobs, console
+        self.active: dict[str, Job] = {}
+        self.last = {key for key, result in store.found.items() if died(result)}  # to be run after all others, alone
+        self.dead: list[str] = []  # for good, in this sweep
+        self.in_a_row = 0  # deaths
+        self.beside: set[str] = set()  # runs that others ran beside
+        self.suspects: dict[str, tuple[int, float]] = {}  # how far they were when one died beside them
+        self.last_death = -math.inf
+        self.running = store.path.parent / "running"
+        self.running.mkdir(parents=True, exist_ok=True)  # here, so that other machines save where they share it
+
+    def start_some(self) -> None:
+        self.drop_needless()
+        left = self.plan.left()
+        first = [key for key in left if key not in self.last]
+        if not self.dying():
+            at_once = self.jobs if first else 1
+            for key in [key for key in first or left if key not in self.active][: at_once - len(self.active)]:
+                self.active[key] = self.start(self.plan.runs[key])
+        if len(self.active) > 1:
+            self.beside.update(self.active)
+
+    def dying(self) -> bool:
+        """Some may be, of what another died of: under MPS a wrong address ends all, who notice it sooner or later, and
+        nobody new is let in before they are gone."""
+        stuck = (self.suspects.get(key) == job.progress() for key, job in self.active.items())
+        return time.monotonic() < self.last_death + PATIENCE and any(stuck)
+
+    def collect(self, stopping: bool = False) -> None:
+        for key in [*self.active]:  # one by one: an interrupt between two loses neither
+            result = self.active[key].poll()
+            if result is None:
+                continue
+            if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
+                self.ended(key, result)
+            del self.active[key]
+
+    def ended(self, key: str, result: Result) -> None:
+        result.origin["at_once"] = 1 if key in self.last else self.jobs
+        self.store.add(result)
+        again = died(result) and key in self.beside and key not in self.last
+        name, later = self.plan.name(key), " (again when the others are done)" if again else ""
+        said = f"[red]failed[/] {name}: {escape(result.failed)}{later}" if result.failed else scored(name, result)
+        self.console.print(said, highlight=False, soft_wrap=True)
+        if result.curve:  # else its process died, and can go on when it is tried again
+            forget(kept(self.running, key))
+        self.in_a_row = self.in_a_row + (key not in self.last) if died(result) else 0
+        if again:  # it may have died of what another did, or for want of memory
+            self.last.add(key)
+            self.last_death = time.monotonic()
+            self.suspects.update((other, job.progress()) for other, job in self.active.items())
+        else:
+            self.plan.done(key)
+            self.dead += [key] if died(result) else []
+        if self.in_a_row >= self.jobs + 3:
+            raise ValueError(
+                f"runs must come to their first test, but {self.in_a_row} in a row died: is the machine well? "
+                f"The last: {result.failed}"
+            )
+
+    def drop_needless(self) -> None:
+        for key in self.active.keys() - set(self.plan.left()):  # a better run has made it so
+            self.active.pop(key).kill()
+            self.forget_needless([key])
+
+    def forget_needless(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if kept(self.running, key).exists() and self.plan.needless(key):
+                forget(kept(self.running, key))
+
+    def stop(self) -> None:
+        try:
+            self.drop_needless()
+            for job in self.active.values():
+                job.stop()
+            patience = time.monotonic() + GRACE
+            while self.active and time.monotonic() < patience:
+                time.sleep(PAUSE)
+                self.collect(stopping=True)
+            self.forget_needless(self.plan.runs)
+        finally:
+            for job in self.active.values():
+                job.kill()
+
+
+def scored(name: str, result: Result) -> str:
+    scores = [result.at(task.length) for task in result.run.tests]
+    found = " ".join(f"{100 * score.accuracy:.2f}" for score in scores if score)
+    return f"{found:>6} {name}: {result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
 
 
 class Board:
@@ -327,15 +360,6 @@ class Board:
         self.plan, self.active, self.deadline = plan, active, deadline
         self.started = time.monotonic()
 
-    def line(self, key: str, result: Result) -> str:
-        if result.failed:
-            later = " (again when the others are done)" if died_beside(result) else ""
-            return f"[red]failed[/] {self.plan.name(key)}: {escape(result.failed)}{later}"
-        scores = [result.at(task.length) for task in result.run.tests]
-        found = " ".join(f"{100 * score.accuracy:.2f}" for score in scores if score)
-        steps = f"{result.curve[-1].step:,} steps, {result.ms_a_step:.1f} ms each"
-        return f"{found:>6} {self.plan.name(key)}: {steps}"
-
     def show(self) -> Group:
         table = Table("running", "step", "accuracy", box=SIMPLE, pad_edge=False)
         for key, job in list(self.active.items()):
@@ -343,6 +367,6 @@ class Board:
             steps = self.plan.runs[key].steps
             table.add_row(self.plan.name(key), f"{step:,} of {steps:,}", f"{100 * accuracy:.2f}" if step else "")
         now = time.monotonic()
-        until = "" if self.deadline == math.inf else f", {(self.deadline - now) / 60:.1f} minutes left"
+        until = "" if self.deadline == math.inf else f", {max(0, self.deadline - now) / 60:.1f} minutes left"
         done, left = len(self.plan.tried & self.plan.runs.keys()), len(self.plan.left())
         return Group(table, f"{done} runs done, {left} to do, {(now - self.started) / 60:.1f} minutes so far{until}")

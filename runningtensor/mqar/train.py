@@ -18,7 +18,7 @@ from runningtensor.layers.baselines import RMSNorm
 from runningtensor.layers.projections import OneLinear
 from runningtensor.mqar import resume
 from runningtensor.mqar.data import Task, validation
-from runningtensor.mqar.mixers import MIXERS
+from runningtensor.mqar.mixers import mixer
 from runningtensor.mqar.record import Point, Result, Run, Score, now, point_from
 from runningtensor.ops.interface import triton_refuses
 
@@ -50,7 +50,7 @@ class Recall(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        make = MIXERS[run.mixer]
+        make = mixer(run.mixer)
         self.embedding = Embedding(run.test.vocab_size, run.d_model)
         nn.init.normal_(self.embedding.weight, std=run.embedding_std)
         self.blocks = nn.ModuleList(
