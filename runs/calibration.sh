@@ -2,5 +2,6 @@
 # What the paper leaves open, chosen on attention, Gated DeltaNet and DeltaNet alone. One GPU; stop it whenever you like.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-runningtensor mqar sweep calibration --length 1024 --jobs "${JOBS:-4}" --all-runs "$@"
-runningtensor mqar report calibration
+out="${RESULTS:-results/mqar}"
+runningtensor mqar sweep calibration --length 1024 --jobs "${JOBS:-4}" --out "$out" --all-runs "$@"
+runningtensor mqar report calibration --out "$out"

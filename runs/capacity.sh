@@ -2,5 +2,6 @@
 # Zoology's own mix of short sequences, tested far beyond it: recall against the size of the state, orders 2, 3 and 4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-runningtensor mqar sweep capacity --jobs "${JOBS:-4}" "$@"
-runningtensor mqar report capacity
+out="${RESULTS:-results/mqar}"
+runningtensor mqar sweep capacity --jobs "${JOBS:-4}" --out "$out" "$@"
+runningtensor mqar report capacity --out "$out"

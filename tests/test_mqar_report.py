@@ -34,10 +34,10 @@ def chosen(cell, lr, seed):
     return next(run for run in cell.runs if (run.lr, run.seed) == (lr, seed))
 
 
-def printed(name, results, out, **options):
+def printed(name, results, out, width=200, **options):
     (out / f"{name}.jsonl").write_text("".join(to_json(result) + "\n" for result in results))
     text = StringIO()
-    summaries = report(name, out, Console(file=text, width=200), **options)
+    summaries = report(name, out, Console(file=text, width=width), **options)
     return text.getvalue(), summaries
 
 
@@ -107,6 +107,17 @@ def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
     assert text.count("missing") == len(table1()) - 1
     assert "1 runs on NVIDIA H200, torch 2.13.0, commit abc1234" in text
     assert "paper: 934k, 333.5 ms" in text
+
+
+@pytest.mark.parametrize("width", (80, 100, 120))
+def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(tmp_path, width):
+    text, _ = printed("table1", [result(cell("RunningTensor").runs[0], 0.98765)], tmp_path, width)
+    line = next(line for line in text.splitlines() if line.strip().startswith("RunningTensor "))
+    shown = line.split()[1:]
+    assert "98.77" in shown and "…" not in text and max(map(len, text.splitlines())) <= width
+    left_out = [word for word in ("macro-F1", "lr", "mean ± std") if f" {word} " not in text.splitlines()[1]]
+    assert bool(left_out) == (width <= 100) == ("make this terminal wider" in text)
+    assert "ms/step" not in text  # there is none
 
 
 def test_a_time_is_of_the_same_layer_in_the_same_dtype(tmp_path):

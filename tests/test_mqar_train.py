@@ -243,7 +243,7 @@ class Average(nn.Module):
 def test_a_mixer_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
     (tmp_path / "own_mixers.py").write_text(OWN)
     mine = run(mixer="own_mixers:Average", options={"gain": 0.1})
-    with pytest.raises(ValueError, match="package.module:name of what can be imported, but was 'own_mixers:Average'"):
+    with pytest.raises(ValueError, match=r"package\.module:name of what can be imported, but was 'own_mixers:Average'"):
         Recall(mine)
     assert from_json(to_json(training.Result(mine, 0, None))).run == mine  # read where it is not
     monkeypatch.syspath_prepend(tmp_path)

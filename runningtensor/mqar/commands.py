@@ -187,5 +187,5 @@ def report(
     """The paper's table beside ours, and its figure."""
     from runningtensor.mqar import report as reporting
 
-    wide = Console(width=None if console.is_terminal else 200)  # a pipe has no width, and the tables need one
+    wide = Console(width=None if console.is_terminal and not markdown else 200)  # a pipe has no width
     reporting.report(grid.value, out, wide, markdown)

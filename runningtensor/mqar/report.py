@@ -111,7 +111,7 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
         return Summary(cell.row, cell.length, paper, **counts)
     best, score = max(scored, key=lambda both: both[1].accuracy)
     same = [100 * score.accuracy for result, score in scored if result.run.lr == best.run.lr]
-    clocked = [result for result in timed if like(result.run, best.run)]
+    clocked = [x for x in timed if like(x.run, best.run) and x.origin.get("device") == best.origin.get("device")]
     # An interrupted run may have had company before.
     alone = [x for x in clocked if x.origin.get("at_once", 1) == 1 and "interrupted" not in x.origin]
     times = [x.ms_a_step for x in alone if x.ms_a_step is not None]
@@ -170,30 +170,46 @@ def report(
 
 def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bool) -> None:
     source = "published" if name == "capacity" else "paper"
-    columns = ("T", source, "best", "mean ± std", "macro-F1", "lr", "ms/step", "runs")
-    table = Table("", "parameters", "state", *columns, box=MARKDOWN if markdown else SIMPLE, pad_edge=markdown)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    headings = ["", "parameters", "state", "T", source, "best", "mean ± std", "macro-F1", "lr", "ms/step", "runs"]
+    lines: list[tuple[Sequence[str], bool]] = []  # and whether a row of the paper's table ends here
     by_row: dict[str, list[Summary]] = {}
     for summary in summaries:
         by_row.setdefault(summary.row, []).append(summary)
-    for row, lines in by_row.items():
-        for i, line in enumerate(lines):
-            head = (row, *sizes(lines)) if i == 0 else (words(said(name, row)) if i == 1 else "", "", "")
-            table.add_row(*head, *cells_of(line), end_section=i == len(lines) - 1 and not markdown)
+    for row, of_row in by_row.items():
+        for i, line in enumerate(of_row):
+            head = (row, *sizes(of_row)) if i == 0 else (words(said(name, row)) if i == 1 else "", "", "")
+            lines.append(((*head, *cells_of(line)), i == len(of_row) - 1))
     alone = [
         row for row in PUBLISHED[name] if name == "capacity" and row not in by_row
     ]  # with nothing of ours beside it
     for row in alone:
         for i, (length, value) in enumerate(zip(LENGTHS, PUBLISHED[name][row].f1, strict=True)):
-            table.add_row(row if i == 0 else "", "", "", number(length), f"{value:.1f}", *[""] * 6)
-    console.print(table)
-    console.print(
-        "best: micro-F1 in percent over learning rates and seeds, a cell ends at 99.95; "
-        "mean ± std: over seeds, at the learning rate of the best; "
-        f"ms/step: of training with {number(TIMED_TOKENS)} tokens, alone on the GPU (mqar sweep speed); "
-        "the paper's is of validation."
-    )
+            lines.append(((row if i == 0 else "", "", "", number(length), f"{value:.1f}", *[""] * 6), False))
+
+    def table(left_out: Sequence[str]) -> Table:
+        shown = [i for i, heading in enumerate(headings) if heading not in left_out]
+        made = Table(*(headings[i] for i in shown), box=MARKDOWN if markdown else SIMPLE, pad_edge=markdown)
+        for column in made.columns[1:]:
+            column.justify = "right"
+        for line, ends in lines:
+            made.add_row(*(line[i] for i in shown), end_section=ends and not markdown)
+        return made
+
+    left_out = [] if any(s.ms_a_step is not None for s in summaries) else ["ms/step"]
+    spare = ["macro-F1", "lr", "mean ± std", "parameters", "ms/step", "state"]
+    unbounded = console.options.update(width=1000)
+    while console.measure(table(left_out), options=unbounded).maximum > console.width and spare:
+        left_out.append(spare.pop(0))
+    console.print(table(left_out))
+    meaning = {
+        "best": "micro-F1 in percent over learning rates and seeds, a cell ends at 99.95",
+        "mean ± std": "over seeds, at the learning rate of the best",
+        "ms/step": f"of training with {number(TIMED_TOKENS)} tokens, alone on the GPU (mqar sweep speed); "
+        "the paper's is of validation",
+    }
+    console.print("; ".join(f"{word}: {said}" for word, said in meaning.items() if word not in left_out) + ".")
+    if narrow := [word for word in left_out if word != "ms/step"]:
+        console.print(f"For {', '.join(narrow)}, make this terminal wider.")
 
 
 def cells_of(s: Summary) -> list[str]:
