@@ -261,6 +261,21 @@ def test_a_record_says_all_that_is_needed_to_repeat_it_and_reads_back():
     assert len(record["validation"].split()) == 2 and record["finished"] and record["ms_a_step"] > 0
 
 
+def test_a_run_of_a_file_can_be_repeated_by_the_beginning_of_its_id(tmp_path):
+    found = [last(train(run(seed=seed, steps=3), CPU)) for seed in (0, 1)]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(to_json(result) + "\n" for result in found))
+    key = identity(found[1].run)
+    again = CliRunner().invoke(app, ["mqar", "repeat", str(file), key[:8], "--device", "cpu"])
+    assert again.exit_code == 0 and losses(from_json(again.stdout)) == losses(found[1])
+    listed = CliRunner().invoke(app, ["mqar", "repeat", str(file)])
+    assert listed.exit_code == 0 and [line[:16] for line in listed.stdout.splitlines()] == [
+        identity(result.run) for result in found
+    ]
+    wrong = CliRunner().invoke(app, ["mqar", "repeat", str(file), "nonsense"])
+    assert wrong.exit_code == 1 and "'nonsense' begins that of 0" in wrong.stderr
+
+
 def test_only_the_last_of_the_results_is_finished():
     assert [bool(result.finished) for result in train(run(), CPU)] == [False, True]
 

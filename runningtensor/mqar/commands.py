@@ -3,13 +3,16 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from runningtensor.commands import DEVICE, plainly
+
+if TYPE_CHECKING:
+    from runningtensor.mqar.record import Run
 
 app = typer.Typer(help="Recall of key-value pairs: one run, the paper's grids, its tables.", no_args_is_help=True)
 console, aside = Console(), Console(stderr=True)
@@ -25,6 +28,8 @@ class Grid(StrEnum):
 
 
 OUT = Annotated[Path, typer.Option(help="Where results and figures are.")]
+FILE = Annotated[Path | None, typer.Option(help="A file, which gets one line more.")]
+GRAPH = Annotated[bool, typer.Option(help="On CUDA: a step as one CUDA graph.")]
 
 
 @app.command()
@@ -59,17 +64,12 @@ def train(
     test_count: Annotated[int, typer.Option(help="Sequences of the test.")] = 512,
     stop_at: Annotated[float, typer.Option(help="Accuracy.")] = 1.0,
     device: DEVICE = None,
-    graph: Annotated[bool, typer.Option(help="On CUDA: a step as one CUDA graph.")] = True,
-    out: Annotated[Path | None, typer.Option(help="A file, which gets one line more.")] = None,
+    graph: GRAPH = True,
+    out: FILE = None,
 ) -> None:
     """One run; its record, with all that is needed to repeat it, is one line of JSON."""
-    import torch
-
-    from runningtensor.mqar import mixers
-    from runningtensor.mqar import train as training
     from runningtensor.mqar.data import Task
-    from runningtensor.mqar.record import Run, to_json
-    from runningtensor.mqar.sweep import Store
+    from runningtensor.mqar.record import Run
 
     def task(shape: str) -> Task:
         tokens, _, pairs = shape.partition("/")
@@ -105,21 +105,63 @@ def train(
         test_count=test_count,
         stop_at=stop_at,
     )
+    follow(run, device, graph, out)
+
+
+@app.command()
+@plainly()
+def repeat(
+    results: Annotated[Path, typer.Argument(help="A file of results, such as results/mqar/table1.jsonl.")],
+    id: Annotated[str, typer.Argument(help="Of the run, or its beginning; without it, all are listed.")] = "",
+    device: DEVICE = None,
+    graph: GRAPH = True,
+    out: FILE = None,
+) -> None:
+    """A run of a file of results once more."""
+    from runningtensor.mqar.record import identity
+    from runningtensor.mqar.sweep import read
+
+    if not results.exists():
+        raise ValueError(f"results must be a file, but there is no {results}")
+    runs = {identity(result.run): result.run for result in read(results)}
+    found = {key: run for key, run in runs.items() if key.startswith(id)}
+    if id and len(found) == 1:
+        return follow(found.popitem()[1], device, graph, out)
+    for key, run in (found or runs).items():
+        options = f" {json.dumps(run.options)}" if run.options else ""
+        words = f"{run.mixer}{options} · {run.test.length}/{run.test.pairs} · lr {run.lr:g} · seed {run.seed}"
+        console.print(f"{key}  {escape(words)}", highlight=False, soft_wrap=True)
+    if id:
+        raise ValueError(f"id must begin that of one run in {results}, but {id!r} begins that of {len(found)}")
+
+
+def follow(run: "Run", device: str | None, graph: bool, out: Path | None) -> None:
+    """Trains it, says how it goes, and prints its record or appends it to a file."""
+    import torch
+
+    from runningtensor.mqar import mixers
+    from runningtensor.mqar import train as training
+    from runningtensor.mqar.record import to_json
+    from runningtensor.mqar.sweep import Store
+
     # Before the run: what cannot be made, or cannot take its record, is better known now.
     try:
-        mixers.mixer(mixer)(d_model, **run.options)
+        mixers.mixer(run.mixer)(run.d_model, **run.options)
     except TypeError as error:
-        raise ValueError(f"options must fit {mixer}, but were {options}: {error}") from error
+        raise ValueError(f"options must fit {run.mixer}, but were {json.dumps(run.options)}: {error}") from error
     if out:
         Store(out).close()
-    aside.print(f"{steps:,} steps, tested every {test_every:,}; Ctrl-C ends it with what there is", highlight=False)
+    aside.print(
+        f"{run.steps:,} steps, tested every {run.test_every:,}; Ctrl-C ends it with what there is", highlight=False
+    )
     result = None
     try:
         for result in training.train(run, torch.device(device) if device else None, graph):
             point = result.curve[-1]
             aside.print(
-                f"step {point.step:>6,} of {steps:,}  loss {point.loss:6.3f}  accuracy {100 * point.accuracy:6.2f}  "
-                f"macro-F1 {100 * point.macro_f1:6.2f}  {result.ms_a_step:.1f} ms/step  {point.seconds:.0f} s",
+                f"step {point.step:>6,} of {run.steps:,}  loss {point.loss:6.3f}  "
+                f"accuracy {100 * point.accuracy:6.2f}  macro-F1 {100 * point.macro_f1:6.2f}  "
+                f"{result.ms_a_step:.1f} ms/step  {point.seconds:.0f} s",
                 highlight=False,
                 soft_wrap=True,
             )
