@@ -251,9 +251,10 @@ def run_cells(
                     crew.collect()
         finally:  # out of time, or interrupted
             crew.stop()
-            left = [*plan.left(), *crew.dead]
+            dead = [key for key in crew.dead if not plan.needless(key)]
+            left = [*plan.left(), *dead]
             words = [f"{sum(kept(crew.running, key).exists() for key in left)} of them wait to go on"] if left else []
-            words += [f"{len(crew.dead)} died and are tried again by the next sweep"] if crew.dead else []
+            words += [f"{len(dead)} died and are tried again by the next sweep"] if dead else []
             console.print(", ".join((f"{len(left)} runs left", *words)))
         return len(left)
 
