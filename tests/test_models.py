@@ -270,9 +270,9 @@ POSITIONS = torch.cat([torch.arange(n) for n in (10, 3, 11)])[None]
         "with a mask of ones, gla",
     ),
 )
-def test_a_compiled_training_step_is_the_same_step(kind, packing, fresh, monkeypatch):
+def test_a_compiled_training_step_is_the_same_step(kind, packing, fresh):
     if torch.__version__ < "2.11":  # which must be told to trace how many sequences there are
-        monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
     model, ids = build(kind).train(), tokens(1, 24)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     want = model(ids, labels=ids, **packing).loss
