@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${RESULTS:-results/mqar}"
-runningtensor mqar sweep calibration --length 1024 --jobs "${JOBS:-4}" --out "$out" --all-runs "$@"
+runningtensor mqar sweep calibration --length 1024 --jobs "${JOBS:-8}" --out "$out" --all-runs "$@"
 runningtensor mqar report calibration --out "$out"

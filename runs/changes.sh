@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${RESULTS:-results/mqar}"
-runningtensor mqar sweep changes --jobs "${JOBS:-4}" --out "$out" "$@"
+runningtensor mqar sweep changes --jobs "${JOBS:-8}" --out "$out" "$@"
 runningtensor mqar report changes --out "$out"

@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${RESULTS:-results/mqar}"
-runningtensor mqar sweep table2 --jobs "${JOBS:-4}" --out "$out" "$@"
-runningtensor mqar sweep speed --jobs 1 --out "$out"  # alone on the GPU, for the times of a step
+runningtensor mqar sweep table2 --jobs "${JOBS:-8}" --out "$out" "$@"
+runningtensor mqar sweep speed --jobs "${JOBS:-8}" --out "$out"  # times of a step, one row after another
 runningtensor mqar report table2 --out "$out"

@@ -180,6 +180,14 @@ def test_runs_under_way_are_stopped_when_another_makes_them_needless(path):
     assert [found.run.seed for found in read(path)] == [1]
 
 
+def test_a_needless_run_that_ends_when_it_is_asked_is_not_killed(path):
+    """Killed in the middle of a kernel, it may take those with it that share a GPU through MPS."""
+    unfinished = replace(result(run(0), 0.5), finished="")
+    start = Pretended({1: 1.0}, stopping={0: unfinished, 2: unfinished})
+    assert run_all(cells((0, 1), (2,)), path, start, jobs=3, minutes=0.002) == 1
+    assert start.asked == [0, 2] and not start.killed and [found.run.seed for found in read(path)] == [1]
+
+
 def test_a_run_that_serves_several_lengths_goes_on_until_all_of_them_are_good_enough(path):
     tests = {"also": (Task(32, 2, vocab_size=16),)}
     runs = tuple(run(seed, **tests) for seed in (0, 1, 2))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,13 @@ from runningtensor.mqar.mixers import MIXERS, TiedKeys
 from runningtensor.mqar.record import from_json, identity, to_json
 from runningtensor.mqar.train import Batch, Clock, Recall, Trainer, score, train
 from runs import CPU, EASY, LONGER, TINY, last, losses, run
+
+
+def test_times_of_steps_are_taken_when_the_device_is_its_own_and_without_the_wait_for_it():
+    waits, usual = [], last(train(run(steps=5, test_every=5), CPU))
+    timed = last(train(run(steps=5, test_every=5), CPU, alone=lambda: waits.append(time.sleep(0.5))))
+    assert len(waits) == 1 and timed.ms_a_step < 500 and timed.curve[-1].loss == usual.curve[-1].loss
+    assert timed.origin["at_once"] == 1 and "at_once" not in usual.origin
 
 
 def test_tied_embeddings_may_be_large_at_the_input_and_give_the_logits_of_small_ones():

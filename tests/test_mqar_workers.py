@@ -1,5 +1,6 @@
 """A run in a process gives what it gives here, whatever becomes of the process and of the sweep."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.grids import GRIDS, Cell
 from runningtensor.mqar.record import identity
 from runningtensor.mqar.sweep import Store, read, run_cells, sweep
-from runningtensor.mqar.train import train
+from runningtensor.mqar.train import WARM_UPS, train
 from runningtensor.mqar.workers import Worker, kept
 
 
@@ -110,6 +111,17 @@ def test_a_person_is_told_of_a_file_that_is_ignored(path, capsys):
     worker = Worker(run(0), "cpu", running=path.parent)
     until(lambda: worker.process.poll() is not None, 20)
     assert worker.poll().finished and f"{file} is ignored" in capsys.readouterr().out
+
+
+def test_steps_are_timed_when_nobody_else_has_a_turn(path):
+    with (path.parent / "turn").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_SH)  # another compiles
+        worker = Worker(run(0, steps=8), "cpu", running=path.parent, alone=True)
+        until(lambda: worker.progress()[0] == WARM_UPS, 20)
+        time.sleep(0.3)
+        assert worker.progress()[0] == WARM_UPS and worker.poll() is None
+    until(lambda: worker.poll() is not None, 20)
+    assert worker.poll().finished and worker.poll().origin["at_once"] == 1
 
 
 KILLED = """

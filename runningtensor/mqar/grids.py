@@ -161,7 +161,8 @@ def changes() -> list[Cell]:
 
 
 def speed() -> list[Cell]:
-    """A few large steps of every row of both tables: to be run one by one, for times on a GPU that nobody else uses."""
+    """A few large steps of every row of both tables, for their times. Several may compile at once; their steps come one
+    run after another."""
     return [
         Cell(
             name,

@@ -206,13 +206,14 @@ def sweep(
             f"there are lengths {all_lengths} and rows {rows}"
         )
     running = out.resolve() / "running"
-    cluster = Cluster(jobs, device, running) if ray else None
+    alone = name == "speed"
+    cluster = Cluster(jobs, device, running, alone) if ray else None
     threads = max(1, cores() // jobs)
     try:
         return run_cells(
             grid,
             out / f"{name}.jsonl",
-            cluster.start if cluster else partial(Worker, device=device, threads=threads, running=running),
+            cluster.start if cluster else partial(Worker, device=device, threads=threads, running=running, alone=alone),
             minutes=minutes,
             jobs=cluster.jobs if cluster else jobs,
             wanted=wanted,
@@ -265,6 +266,7 @@ class Crew:
     def __init__(self, plan: Plan, store: Store, start: Callable[[Run], Job], jobs: int, console: Console) -> None:
         self.plan, self.store, self.start, self.jobs, self.console = plan, store, start, jobs, console
         self.active: dict[str, Job] = {}
+        self.leaving: dict[str, float] = {}  # what nobody needs any more, and how long it may take to end
         self.last = {key for key, result in store.found.items() if died(result)}  # to be run after all others, alone
         self.dead: list[str] = []  # for good, in this sweep
         self.in_a_row = 0  # deaths
@@ -296,12 +298,15 @@ class Crew:
             result = self.active[key].poll()
             if result is None:
                 continue
-            if result.finished and not (stopping and died(result)):  # else stopped, perhaps before it could listen
+            asked = stopping or key in self.leaving
+            if result.finished and not (asked and died(result)):  # else stopped, perhaps before it could listen
                 self.ended(key, result)
             del self.active[key]
+            if self.leaving.pop(key, None):
+                self.forget_needless([key])
 
     def ended(self, key: str, result: Result) -> None:
-        result.origin["at_once"] = 1 if key in self.last else self.jobs
+        result.origin.setdefault("at_once", 1 if key in self.last else self.jobs)
         self.store.add(result)
         again = died(result) and key in self.beside and key not in self.last
         name, later = self.plan.name(key), " (again when the others are done)" if again else ""
@@ -324,9 +329,16 @@ class Crew:
             )
 
     def drop_needless(self) -> None:
-        for key in self.active.keys() - set(self.plan.left()):  # a better run has made it so
-            self.active.pop(key).kill()
-            self.forget_needless([key])
+        """Of which a better run has made them. They are asked to end: whoever is killed in the middle of a kernel may
+        take those with it that share a GPU through MPS."""
+        for key in self.active.keys() - set(self.plan.left()):
+            if key not in self.leaving:
+                self.active[key].stop()
+                self.leaving[key] = time.monotonic() + GRACE
+            elif time.monotonic() > self.leaving[key]:
+                self.active.pop(key).kill()
+                del self.leaving[key]
+                self.forget_needless([key])
 
     def forget_needless(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -336,8 +348,8 @@ class Crew:
     def stop(self) -> None:
         try:
             self.drop_needless()
-            for job in self.active.values():
-                job.stop()
+            for key in self.active.keys() - self.leaving.keys():
+                self.active[key].stop()
             patience = time.monotonic() + GRACE
             while self.active and time.monotonic() < patience:
                 time.sleep(PAUSE)

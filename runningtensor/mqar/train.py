@@ -292,11 +292,13 @@ def train(
     *,
     kept: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
+    alone: Callable[[], object] | None = None,
 ) -> Iterator[Result]:
     """Yields the result, growing: after each test one point more. On CUDA, steps are graphs unless told otherwise.
 
     What it needs to go on is in the file `kept` after each test, and when `stop`, asked after each step, has said so:
-    the run then ends with a result that is not finished. It begins with what is in that file.
+    the run then ends with a result that is not finished. It begins with what is in that file. `alone` is called when
+    all is compiled, and returns when nobody else uses the device: for times of steps.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(run, device, graph)
@@ -308,7 +310,7 @@ def train(
         model_parameters=size(model.blocks, model.norm),
         dtype=str(trainer.dtype).removeprefix("torch."),
         graph=trainer.graph,
-        origin=asdict(provenance(device)) | {"python": platform.python_version()},
+        origin=asdict(provenance(device)) | {"python": platform.python_version()} | ({"at_once": 1} if alone else {}),
     )
     sets = [validation(task, run.test_count) for task in run.tests]
     result.validation = " ".join(digest for _, digest in sets)
@@ -335,6 +337,10 @@ def train(
         task = run.tasks[int(torch.randint(len(run.tasks), (), generator=choice))]
         batches[task].fill(*task.draw(run.sequences(task), draws[task]))
         clock.mark(trainer.step(batches[task], run.rate(step)))
+        if alone and step == begun + WARM_UPS + 1:
+            trainer.loss.item()  # waits until the device has done it
+            alone()
+            clock.mark()
         asked, done = stop(), False
         tested = step % run.test_every == 0 or step == run.steps
         if not (asked or tested):

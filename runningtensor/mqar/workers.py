@@ -1,5 +1,6 @@
 """A run in a process of its own, on this machine or on one of a Ray cluster: how it is started, asked and stopped."""
 
+import fcntl
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol
@@ -35,7 +37,12 @@ def work() -> None:
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     device = torch.device(job["device"]) if job["device"] else None
     file = Path(job["kept"]) if job["kept"] else None
-    for result in train(run_from(job["run"]), device, kept=file, stop=asked.is_set):
+    alone = None
+    if job["alone"]:
+        turn = Path(job["alone"]).open("a")  # noqa: SIM115
+        fcntl.flock(turn, fcntl.LOCK_SH)  # many may compile at once, while nobody's steps are timed
+        alone = partial(fcntl.flock, turn, fcntl.LOCK_EX)
+    for result in train(run_from(job["run"]), device, kept=file, stop=asked.is_set, alone=alone):
         if result.curve:
             print(f"{PROGRESS}{result.curve[-1].step} {result.accuracy}", flush=True)
     print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
@@ -68,11 +75,22 @@ class Worker:
     """A run in a process of this machine."""
 
     def __init__(
-        self, run: Run, device: str | None = None, threads: int = 1, *, running: Path | str | None = None
+        self,
+        run: Run,
+        device: str | None = None,
+        threads: int = 1,
+        *,
+        running: Path | str | None = None,
+        alone: bool = False,  # of all that are, while its steps are timed; in `running` is what they do it by
     ) -> None:
         self.run = run
         self.result: Result | None = None  # once it has ended
-        job = {"run": asdict(run), "device": device, "kept": running and str(kept(running, identity(run)))}
+        job = {
+            "run": asdict(run),
+            "device": device,
+            "kept": running and str(kept(running, identity(run))),
+            "alone": str(Path(running) / "turn") if running and alone else None,
+        }
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         self.size, self.said = 0, list[str]()
         self.process = subprocess.Popen(
@@ -148,9 +166,11 @@ def failure(run: Run, why: str) -> Result:
 # -- Runs elsewhere ----------------------------------------------------------------------------------------------------
 
 
-def elsewhere(line: str, device: str | None, running: str) -> str:
+def elsewhere(line: str, device: str | None, running: str, alone: bool) -> str:
     """What a machine of a Ray cluster does: the same as this one would. If it has the folder, runs go on there too."""
-    worker = Worker(run_from(json.loads(line)), device, running=running)
+    if alone:
+        Path(running).mkdir(parents=True, exist_ok=True)
+    worker = Worker(run_from(json.loads(line)), device, running=running, alone=alone)
     while (result := worker.poll()) is None:
         try:
             time.sleep(PAUSE)
@@ -164,12 +184,12 @@ def elsewhere(line: str, device: str | None, running: str) -> str:
 class Cluster:
     """Starts runs on a Ray cluster: RAY_ADDRESS's, or the one that runs here, or a new one of this machine alone."""
 
-    def __init__(self, jobs: int, device: str | None, running: Path) -> None:
+    def __init__(self, jobs: int, device: str | None, running: Path, alone: bool = False) -> None:
         try:
             import ray
         except ImportError as error:
             raise ValueError("ray must be installed for --ray: pip install 'runningtensor[ray]'") from error
-        self.ray, self.device, self.running = ray, device, str(running)
+        self.ray, self.device, self.running, self.alone = ray, device, str(running), alone
         ray.init(log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
         gpus = int(ray.cluster_resources().get("GPU", 0)) if device in (None, "cuda") else 0
         self.jobs = jobs * max(1, gpus)
@@ -177,7 +197,7 @@ class Cluster:
         self.elsewhere = ray.remote(num_cpus=1, num_gpus=1 / jobs if gpus else 0, max_retries=0)(elsewhere)
 
     def start(self, run: Run) -> "RemoteWorker":
-        reference = self.elsewhere.remote(json.dumps(asdict(run)), self.device, self.running)
+        reference = self.elsewhere.remote(json.dumps(asdict(run)), self.device, self.running, self.alone)
         return RemoteWorker(self.ray, run, reference)
 
     def close(self) -> None:
