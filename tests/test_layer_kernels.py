@@ -85,17 +85,21 @@ def test_on_a_gpu_outputs_and_gradients_are_those_of_torch(monkeypatch, dtype, s
     B, T = (1, 300) if call is CALLS["packed"] else (2, 150)
     torch.manual_seed(0)
     layer = RunningTensor(D, H, (K, K), V, **options).cuda()
-    x, dout = (torch.randn(B, T, D).to(dtype).cuda() for _ in range(2))
+    # Four of each, judged as one: the gradient of three taps sums over all tokens and channels, may nearly vanish, and
+    # is then 5% off in torch's own bfloat16.
+    x, dout = (torch.randn(4, B, T, D).to(dtype).cuda() for _ in range(2))
     arguments = {name: given.cuda() for name, given in call(B, T).items()}
     weights = {name: w.to(dtype) for name, w in layer.state_dict().items()}
 
     def compute():
         wide = torch.float32 if running_tensor.usable(x) is False else dtype  # torch's code is what is to be met
         layer.to(wide).load_state_dict(weights)
-        given = x.to(wide).requires_grad_()
-        out = layer(given, **arguments)[0]
-        grads = torch.autograd.grad(out, [given, *layer.parameters()], dout.to(wide))
-        return [y.detach().double() for y in (out, *grads)]
+        each = []
+        for one, d in zip(x.to(wide), dout.to(wide), strict=True):
+            given = one.requires_grad_()
+            out = layer(given, **arguments)[0]
+            each.append([out.detach(), *torch.autograd.grad(out, [given, *layer.parameters()], d)])
+        return [torch.stack(same).double() for same in zip(*each, strict=True)]
 
     for got, want in zip(*with_and_without(monkeypatch, compute), strict=True):
         assert rel(got, want) < (1e-4 if dtype == torch.float32 else 3e-2)
