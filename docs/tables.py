@@ -267,7 +267,7 @@ def recall(results: list[Result]) -> Text:
     lines: dict[str, list[str]] = {}
     results = planned("table1", results)
     for cell in report.summarize("table1", grids.table1(), results):
-        found = "not run" if cell.best is None else f"{cell.best:.1f}"
+        found = "not run" if cell.best is None else f"{cell.best:.2f}"
         lines.setdefault(cell.row, [cell.row]).append(
             found + ("" if cell.published is None else f" ({cell.published:.1f})")
         )

@@ -37,7 +37,7 @@ def plot_recall(
         y = rows.index(row) + (lengths.index(length) - (len(lengths) - 1) / 2) * thick
         if ours is not None:
             ax.barh(y, ours, 0.9 * thick, color=colours[length])
-        text, grey = ("not run", "0.6") if ours is None else (f"{ours:.1f}", "0.1")
+        text, grey = ("not run", "0.6") if ours is None else (f"{ours:.2f}", "0.1")
         ax.annotate(text, (110, y), ha="right", va="center", fontsize="small", color=grey)
         if published is not None:
             ax.plot(published, y, "D", color="white", markeredgecolor="black", markersize=5.5, zorder=3, clip_on=False)
