@@ -12,7 +12,7 @@ from rich.console import Console
 
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import TABLE1, Cell
+from runningtensor.mqar.grids import TABLE1, TABLE2, Cell
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, identity, to_json
 from runningtensor.mqar.sweep import Store, ordered, read, run_cells, sweep
 from runningtensor.mqar.workers import failure, kept
@@ -420,6 +420,16 @@ def test_the_first_runs_of_each_cell_can_be_run_alone(tmp_path, monkeypatch):
         sweep("table1", runs=0, out=tmp_path)
     with pytest.raises(ValueError, match="minutes must not be negative, but was nan"):
         sweep("table1", math.nan, out=tmp_path)
+
+
+def test_runs_at_one_learning_rate_can_be_run_alone(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweeping, "run_cells", lambda *_, wanted, **__: seen.extend(wanted))
+    sweep("table2", lengths=(1024,), rates=(1e-2,), runs=2, out=tmp_path)
+    assert [cell.row for cell in seen] == list(TABLE2)
+    assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-2, 0), (1e-2, 1))}
+    with pytest.raises(ValueError, match=r"lr must be that of some run, but was 0.5; there are 0.001, 0.01, 0.0001"):
+        sweep("table2", rates=(0.5,), out=tmp_path)
 
 
 def test_a_grid_that_is_not_there_is_refused(tmp_path):

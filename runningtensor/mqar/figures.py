@@ -3,17 +3,19 @@
 from pathlib import Path
 
 LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
-SERIES = {
-    "order 2": ("#E69F00", "o"),
-    "order 3": ("#0072B2", "s"),
-    "order 4": ("#009E73", "^"),
-    "RunningTensor, r = k, u = q": ("#56B4E9", "P"),
-    "RunningTensor, sigmoid gate": ("#0072B2", "*"),
-    "Gated DeltaNet, 131k state": ("#D55E00", "D"),
-    "Gated DeltaNet, 131k state, sigmoid gate": ("#D55E00", "*"),
-    "Gated DeltaNet, 131k state, no gate": ("#D55E00", "X"),
-    "Gated DeltaNet, published": ("#D55E00", "D"),
-    "Flash-VQG, published": ("#000000", "v"),
+SERIES = {  # dotted: with the paper's output gate, which may keep a layer from starting in time
+    "order 2": ("#E69F00", "o", ":"),
+    "order 3": ("#0072B2", "s", ":"),
+    "order 4": ("#009E73", "^", ":"),
+    "order 2, sigmoid gate": ("#E69F00", "o", "-"),
+    "order 3, sigmoid gate": ("#0072B2", "s", "-"),
+    "order 4, sigmoid gate": ("#009E73", "^", "-"),
+    "RunningTensor, r = k, u = q": ("#56B4E9", "P", ""),
+    "Gated DeltaNet, 131k state": ("#D55E00", "D", ""),
+    "Gated DeltaNet, 131k state, sigmoid gate": ("#D55E00", "*", ""),
+    "Gated DeltaNet, 131k state, no gate": ("#D55E00", "X", ""),
+    "Gated DeltaNet, published": ("#D55E00", "D", ""),
+    "Flash-VQG, published": ("#000000", "v", ""),
 }
 
 
@@ -103,10 +105,10 @@ def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, capti
         1, len(lengths), figsize=(4 * len(lengths), 4.6), layout="constrained", sharey=True, squeeze=False
     )
     for ax, length in zip(axes[0], lengths, strict=True):
-        for name, (colour, marker) in styles.items():
+        for name, (colour, marker, line) in styles.items():
             curve = sorted((x, y) for series, at, x, y in points if series == name and at == length)
-            inside = "white" if name.endswith("published") else colour
-            style = {"color": colour, "marker": marker, "markerfacecolor": inside, "markersize": 8, "linewidth": 2}
+            inside = "white" if name.endswith("published") or line == ":" else colour
+            style = {"color": colour, "marker": marker, "markerfacecolor": inside, "markersize": 8, "linestyle": line}
             if curve:
                 ax.plot(*zip(*curve, strict=True), **style, label=name)
         ax.set_xscale("log")

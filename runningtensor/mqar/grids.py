@@ -91,7 +91,8 @@ CAPACITY: dict[str, Options] = {
     "Gated DeltaNet, 131k state, sigmoid gate": (GATED_131K[0], GATED_131K[1] | SIGMOID),
     "Gated DeltaNet, 131k state, no gate": (GATED_131K[0], GATED_131K[1] | {"output_gate": "none"}),  # the published
     **{
-        f"order {order}, keys of {width}": ("running_tensor", {"key_dims": (width,) * (order - 1)})
+        f"order {order}{gate}, keys of {width}": ("running_tensor", {"key_dims": (width,) * (order - 1)} | more)
+        for gate, more in (("", {}), (", sigmoid gate", SIGMOID))
         for order, widths in SIZES.items()
         for width in widths
     },

@@ -174,6 +174,7 @@ def sweep(
     *,
     lengths: Sequence[int] = (),
     only: str = "",
+    rates: Sequence[float] = (),
     runs: int | None = None,
     ray: bool = False,
     device: str | None = None,
@@ -183,7 +184,7 @@ def sweep(
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
 
     Of the grid, cells of these lengths, or of all, and those whose row has the words `only` in it; of each cell, the
-    first so many runs, or all.
+    runs at these learning rates, or at all, and of them the first so many, or all.
     """
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
@@ -193,18 +194,18 @@ def sweep(
     if minutes is not None and not minutes >= 0:
         raise ValueError(f"minutes must not be negative, but was {minutes}")
     grid = GRIDS[name]()
-    wanted = [
-        replace(cell, runs=cell.runs[:runs])
-        for cell in grid
-        if (not lengths or cell.length in lengths) and only in cell.row
-    ]
-    if not wanted:
-        rows = "; ".join(dict.fromkeys(cell.row for cell in grid))
-        all_lengths = ", ".join(str(length) for length in dict.fromkeys(cell.length for cell in grid))
+    chosen = [cell for cell in grid if (not lengths or cell.length in lengths) and only in cell.row]
+    if not chosen:
         raise ValueError(
-            f"length and only must fit some cell, but were {', '.join(map(str, lengths)) or 'any'} and {only!r}; "
-            f"there are lengths {all_lengths} and rows {rows}"
+            f"length and only must fit some cell, but were {listed(lengths) or 'any'} and {only!r}; there are "
+            f"lengths {listed(cell.length for cell in grid)} and rows {listed((cell.row for cell in grid), '; ')}"
         )
+    known_rates = [run.lr for cell in chosen for run in cell.runs]
+    if rates and not set(rates).intersection(known_rates):
+        raise ValueError(f"lr must be that of some run, but was {listed(rates)}; there are {listed(known_rates)}")
+    wanted = [
+        replace(cell, runs=tuple(run for run in cell.runs if not rates or run.lr in rates)[:runs]) for cell in chosen
+    ]
     running = out.resolve() / "running"
     alone = name == "speed"
     cluster = Cluster(jobs, device, running, alone) if ray else None
@@ -223,6 +224,11 @@ def sweep(
     finally:
         if cluster:
             cluster.close()
+
+
+def listed(values: Iterable[object], comma: str = ", ") -> str:
+    """Each once, as they come."""
+    return comma.join(dict.fromkeys(str(value) for value in values))
 
 
 def run_cells(
