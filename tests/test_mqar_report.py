@@ -57,9 +57,7 @@ def test_the_numbers_of_a_cell():
         best=pytest.approx(80),
         macro_f1=pytest.approx(75),
         lr=1e-3,
-        mean=pytest.approx(75),
-        std=pytest.approx(50**0.5),
-        seeds=2,
+        seeds=pytest.approx((70, 80)),
         ms_a_step=None,
         parameters=100,
         state_floats=200,
@@ -79,15 +77,20 @@ def test_only_a_run_that_had_the_gpu_to_itself_tells_how_long_a_step_takes():
         assert found.ms_a_step == want
 
 
-def test_one_seed_has_no_spread():
-    (found,) = summarize("table1", [cell("GLA")], [result(chosen(cell("GLA"), 1e-2, 0), 0.5)])
-    assert found.mean == 50 and found.std is None
+def test_seeds_have_a_mean_and_a_spread_and_one_has_no_spread(tmp_path):
+    gla, gated = (cell(name) for name in ("GLA", "Gated DeltaNet"))
+    found = [
+        result(chosen(gla, 1e-2, 0), 0.5),
+        *(result(chosen(gated, 1e-3, seed), 0.7 + seed / 10) for seed in (0, 1)),
+    ]
+    text, _ = printed("table1", found, tmp_path)
+    assert " 50.00 (1) " in text and " 75.00 ± 7.07 (2) " in text
 
 
 def test_what_was_not_run_or_only_failed_is_missing():
     gla, mamba = cell("GLA"), cell("Mamba-2")
     for found in summarize("table1", [gla, mamba], [failure(mamba.runs[0], "killed")]):
-        assert found.best is found.mean is found.macro_f1 is found.parameters is found.ms_a_step is None
+        assert found.best is found.macro_f1 is found.parameters is found.ms_a_step is None and not found.seeds
 
 
 def test_a_run_counts_in_the_cell_it_is_of_and_at_the_length_it_was_tested_at():

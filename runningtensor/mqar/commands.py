@@ -192,9 +192,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
     only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
-    lr: Annotated[
-        list[float] | None, typer.Option(help="Runs at this learning rate alone; may be repeated.")
-    ] = None,
+    lr: Annotated[list[float] | None, typer.Option(help="Runs at this learning rate alone; may be repeated.")] = None,
     runs: Annotated[
         int | None,
         typer.Option(help="The first so many of each cell; of a table, 1: one seed at 1e-3; 2: at 1e-2 too."),

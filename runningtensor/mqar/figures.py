@@ -1,8 +1,11 @@
 """The figures of the tables: bars beside what was published, curves of calibration, recall against state."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
+SEED: dict[str, Any] = {"marker": "o", "color": "black", "markeredgecolor": "white", "markersize": 4.5, "linestyle": ""}
 SERIES = {  # dotted: with the paper's output gate, which may keep a layer from starting in time
     "order 2": ("#E69F00", "o", ":"),
     "order 3": ("#0072B2", "s", ":"),
@@ -20,12 +23,15 @@ SERIES = {  # dotted: with the paper's output gate, which may keep a layer from 
 
 
 def plot_recall(
-    lines: list[tuple[str, int, float | None, float | None]],  # row, length, published, ours
+    lines: Sequence[
+        tuple[str, int, float | None, float | None, Sequence[float]]
+    ],  # row, length, published, best, seeds
     figure: Path,
     title: str,
     caption: str,
 ) -> None:
-    """A group of bars a row, a bar a length, and where it was published a diamond; what was not run says so."""
+    """A group of bars a row, a bar a length; on it a dot for each seed, and where it was published a diamond. What was
+    not run says so."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,16 +41,18 @@ def plot_recall(
     colours = dict(zip(lengths, LENGTH_COLOURS, strict=False))
     thick = 0.8 / len(lengths)
     shape, ax = plt.subplots(figsize=(10, 1.2 + 0.24 * len(lines)), layout="constrained")
-    for row, length, published, ours in lines:
+    for row, length, published, ours, seeds in lines:
         y = rows.index(row) + (lengths.index(length) - (len(lengths) - 1) / 2) * thick
         if ours is not None:
             ax.barh(y, ours, 0.9 * thick, color=colours[length])
+            ax.plot(seeds, [y] * len(seeds), **SEED, zorder=2.5, clip_on=False)
         text, grey = ("not run", "0.6") if ours is None else (f"{ours:.2f}", "0.1")
         ax.annotate(text, (110, y), ha="right", va="center", fontsize="small", color=grey)
         if published is not None:
             ax.plot(published, y, "D", color="white", markeredgecolor="black", markersize=5.5, zorder=3, clip_on=False)
     for length in lengths:
         ax.barh(0, 0, color=colours[length], label=f"{length:,} tokens")
+    ax.plot([], [], **SEED, label="a seed")
     ax.plot([], [], "D", color="white", markeredgecolor="black", label="published")
     ax.set_yticks(range(len(rows)), rows)
     ax.set_ylim(len(rows) - 0.5, -0.5)  # from above; what was not run has no bar to make room for it
@@ -54,7 +62,7 @@ def plot_recall(
     ax.grid(alpha=0.25, axis="x")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    shape.legend(loc="outside lower center", ncols=len(lengths) + 1, frameon=False)
+    shape.legend(loc="outside lower center", ncols=len(lengths) + 2, frameon=False)
     shape.suptitle(caption, fontsize="small", color="0.35")
     shape.savefig(figure, dpi=150)
     plt.close(shape)

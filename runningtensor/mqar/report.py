@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.box import MARKDOWN, SIMPLE
 from rich.console import Console
@@ -68,9 +68,7 @@ class Summary:
     best: float | None = None  # micro-F1, over learning rates and seeds
     macro_f1: float | None = None  # of the same test as the best
     lr: float | None = None  # of the best
-    mean: float | None = None  # over seeds, at that learning rate
-    std: float | None = None
-    seeds: int = 0
+    seeds: tuple[float, ...] = ()  # of each seed, at that learning rate
     ms_a_step: float | None = None
     parameters: int | None = None  # a layer
     state_floats: int | None = None
@@ -102,7 +100,7 @@ def summarize(
 def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Result] = ()) -> Summary:
     paper = published(name, cell.row, cell.length)
     scored = [(result, score) for result in results if (score := result.at(cell.length)) is not None]
-    counts = {
+    counts: dict[str, Any] = {
         "runs": len(results),
         "failed": sum(bool(result.failed) for result in results),
         "planned": len(cell.runs),
@@ -122,9 +120,7 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
         100 * score.accuracy,
         100 * score.macro_f1,
         best.run.lr,
-        mean(same),
-        stdev(same) if len(same) > 1 else None,
-        len(same),
+        tuple(same),
         median(times) if times else None,
         best.parameters,
         best.state_floats,
@@ -221,9 +217,10 @@ def cells_of(s: Summary) -> list[str]:
     runs += f", {s.failed} failed" if s.failed else ""
     if s.best is None or s.macro_f1 is None:
         return [number(s.length), paper, "missing", "", "", "", "", runs]
-    spread = f"{s.mean:.2f}" + (f" ± {s.std:.2f}" if s.std is not None else "") + f" ({s.seeds})"
+    spread = f" ± {stdev(s.seeds):.2f}" if len(s.seeds) > 1 else ""
+    around = f"{mean(s.seeds):.2f}{spread} ({len(s.seeds)})"
     time = "" if s.ms_a_step is None else f"{s.ms_a_step:.1f}"
-    return [number(s.length), paper, f"{s.best:.2f}", spread, f"{s.macro_f1:.2f}", f"{s.lr:g}", time, runs]
+    return [number(s.length), paper, f"{s.best:.2f}", around, f"{s.macro_f1:.2f}", f"{s.lr:g}", time, runs]
 
 
 def number(n: int | None) -> str:
@@ -256,8 +253,8 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
     from runningtensor.mqar.figures import plot_capacity, plot_recall
 
     if name != "capacity":
-        lines = [(s.row, s.length, s.published, s.best) for s in summaries]
-        plot_recall(lines, figure, "Recall (micro-F1, %): bars are ours, diamonds the paper's", caption)
+        lines = [(s.row, s.length, s.published, s.best, s.seeds) for s in summaries]
+        plot_recall(lines, figure, "Recall (micro-F1, %), the best run of each", caption)
         return figure
     points = [
         (series(s.row), s.length, s.state_floats, s.best) for s in summaries if s.best is not None and s.state_floats
