@@ -264,15 +264,17 @@ def planned(name: str, results: list[Result]) -> list[Result]:
 
 
 def recall(results: list[Result]) -> Text:
-    lines: dict[str, list[str]] = {}
-    results = planned("table1", results)
+    results, lines = planned("table1", results), []
+    by_row: dict[str, list[report.Summary]] = {}
     for cell in report.summarize("table1", grids.table1(), results):
-        found = "not run" if cell.best is None else f"{cell.best:.2f}"
-        lines.setdefault(cell.row, [cell.row]).append(
-            found + ("" if cell.published is None else f" ({cell.published:.1f})")
-        )
+        by_row.setdefault(cell.row, []).append(cell)
+    for row, cells in by_row.items():
+        found = ["not run" if x.best is None else f"{x.best:.2f}" for x in cells]
+        paper = ["" if x.published is None else f" ({x.published:.1f})" for x in cells]
+        lines.append((row, *report.sizes(cells), *map("".join, zip(found, paper, strict=True))))
     more = "Micro-F1 in percent, the best of the runs so far, which end at 99.95; in brackets the paper's."
-    return table(("", *(f"{length:,} tokens" for length in grids.LENGTHS)), lines.values()), more, results
+    headings = ("", "parameters a layer", "state", *(f"{length:,} tokens" for length in grids.LENGTHS))
+    return table(headings, lines), more, results
 
 
 def reported(name: str, title: str, results: list[Result]) -> Text:
