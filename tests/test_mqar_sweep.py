@@ -429,7 +429,7 @@ def test_runs_at_one_learning_rate_can_be_run_alone(tmp_path, monkeypatch):
     assert [cell.row for cell in seen] == list(TABLE2)
     assert {tuple((run.lr, run.seed) for run in cell.runs) for cell in seen} == {((1e-2, 0), (1e-2, 1))}
     with pytest.raises(ValueError, match=r"lr must be that of some run, but was 0.5; there are 0.001, 0.01, 0.0001"):
-        sweep("table2", rates=(0.5,), out=tmp_path)
+        sweep("table2", rates=(1e-2, 0.5), out=tmp_path)
 
 
 def test_a_grid_that_is_not_there_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
-SEED: dict[str, Any] = {"marker": "o", "color": "black", "markeredgecolor": "white", "markersize": 4.5, "linestyle": ""}
+SEED: dict[str, Any] = {"marker": "o", "color": "black", "markeredgecolor": "white", "markersize": 4, "linestyle": ""}
 SERIES = {  # dotted: with the paper's output gate, which may keep a layer from starting in time
     "order 2": ("#E69F00", "o", ":"),
     "order 3": ("#0072B2", "s", ":"),
@@ -45,15 +45,15 @@ def plot_recall(
         y = rows.index(row) + (lengths.index(length) - (len(lengths) - 1) / 2) * thick
         if ours is not None:
             ax.barh(y, ours, 0.9 * thick, color=colours[length])
-            ax.plot(seeds, [y] * len(seeds), **SEED, zorder=2.5, clip_on=False)
+            ax.plot(seeds, [y] * len(seeds), **SEED, zorder=4, clip_on=False)
         text, grey = ("not run", "0.6") if ours is None else (f"{ours:.2f}", "0.1")
         ax.annotate(text, (110, y), ha="right", va="center", fontsize="small", color=grey)
         if published is not None:
-            ax.plot(published, y, "D", color="white", markeredgecolor="black", markersize=5.5, zorder=3, clip_on=False)
+            ax.plot(published, y, "D", color="white", markeredgecolor="black", markersize=7.5, zorder=3, clip_on=False)
     for length in lengths:
         ax.barh(0, 0, color=colours[length], label=f"{length:,} tokens")
     ax.plot([], [], **SEED, label="a seed")
-    ax.plot([], [], "D", color="white", markeredgecolor="black", label="published")
+    ax.plot([], [], "D", color="white", markeredgecolor="black", markersize=7.5, label="published")
     ax.set_yticks(range(len(rows)), rows)
     ax.set_ylim(len(rows) - 0.5, -0.5)  # from above; what was not run has no bar to make room for it
     ax.set_xlim(0, 110)
@@ -100,7 +100,8 @@ def plot_calibration(
 
 
 def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, caption: str) -> None:
-    """Accuracy against the floats of a state, a panel for each length of the test; hollow: what others published."""
+    """Accuracy against the floats of a state, a panel for each length of the test; hollow: what others published, and
+    sizes with the paper's gate."""
     import matplotlib
 
     matplotlib.use("Agg")

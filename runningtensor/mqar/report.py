@@ -172,7 +172,7 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     for summary in summaries:
         by_row.setdefault(summary.row, []).append(summary)
     for row, of_row in by_row.items():
-        if name == "capacity" and not any(s.runs for s in of_row):  # the same runs at every length, and none of them
+        if name == "capacity" and not any(s.runs or s.published for s in of_row):  # the same runs at every length
             lines.append(((row, *[""] * 4, "missing", *[""] * 4, cells_of(of_row[0])[-1]), True))
             continue
         for i, line in enumerate(of_row):

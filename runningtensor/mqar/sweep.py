@@ -200,9 +200,9 @@ def sweep(
             f"length and only must fit some cell, but were {listed(lengths) or 'any'} and {only!r}; there are "
             f"lengths {listed(cell.length for cell in grid)} and rows {listed((cell.row for cell in grid), '; ')}"
         )
-    known_rates = [run.lr for cell in chosen for run in cell.runs]
-    if rates and not set(rates).intersection(known_rates):
-        raise ValueError(f"lr must be that of some run, but was {listed(rates)}; there are {listed(known_rates)}")
+    there = [run.lr for cell in chosen for run in cell.runs]
+    if unknown := set(rates).difference(there):
+        raise ValueError(f"lr must be that of some run, but was {listed(unknown)}; there are {listed(there)}")
     wanted = [
         replace(cell, runs=tuple(run for run in cell.runs if not rates or run.lr in rates)[:runs]) for cell in chosen
     ]
