@@ -73,6 +73,7 @@ class Job:
 def quick(monkeypatch):
     monkeypatch.setattr(sweeping, "PAUSE", 0.001)
     monkeypatch.setattr(sweeping, "GRACE", 0.1)
+    monkeypatch.setattr(sweeping, "SETTLE", 0.0)
 
 
 @pytest.fixture
@@ -314,6 +315,13 @@ def test_while_others_may_be_dying_of_the_same_nothing_is_started(path, monkeypa
     monkeypatch.setattr(sweeping, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     run_all(cells((0, 1, 2)), path, start, jobs=2, minutes=0.01)
     assert start.started[:3] == [0, 1, 2] and asleep[:20] == [2] * 20
+
+
+def test_after_a_death_among_others_nobody_is_started_for_a_while(path, monkeypatch):
+    monkeypatch.setattr(sweeping, "SETTLE", 0.3)
+    start, began = Pretended({0: failure(run(0), "an illegal memory access"), 1: 0.2, 2: 0.2}), []
+    run_all(cells((0, 1, 2)), path, lambda each: began.append(time.monotonic()) or start(each), jobs=2)
+    assert start.started == [0, 1, 2, 0] and began[2] - began[1] > 0.3
 
 
 def test_a_run_whose_loss_was_no_number_is_not_run_again(path):

@@ -6,13 +6,10 @@ from typing import Any
 
 LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
 SEED: dict[str, Any] = {"marker": "o", "color": "black", "markeredgecolor": "white", "markersize": 4, "linestyle": ""}
-SERIES = {  # dotted: with the paper's output gate, which may keep a layer from starting in time
-    "order 2": ("#E69F00", "o", ":"),
-    "order 3": ("#0072B2", "s", ":"),
-    "order 4": ("#009E73", "^", ":"),
-    "order 2, sigmoid gate": ("#E69F00", "o", "-"),
-    "order 3, sigmoid gate": ("#0072B2", "s", "-"),
-    "order 4, sigmoid gate": ("#009E73", "^", "-"),
+ORDERS = {"order 2": ("#E69F00", "o"), "order 3": ("#0072B2", "s"), "order 4": ("#009E73", "^")}
+SERIES = {
+    **{order: (*look, ":") for order, look in ORDERS.items()},  # with the paper's gate, which may let them start late
+    **{f"{order}, sigmoid gate": (*look, "-") for order, look in ORDERS.items()},
     "RunningTensor, r = k, u = q": ("#56B4E9", "P", ""),
     "Gated DeltaNet, 131k state": ("#D55E00", "D", ""),
     "Gated DeltaNet, 131k state, sigmoid gate": ("#D55E00", "*", ""),

@@ -29,6 +29,7 @@ from runningtensor.mqar.resume import forget
 from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
 
 PATIENCE = 120.0  # seconds: who compiles kernels notices a fault of the GPU no sooner
+SETTLE = 15.0  # seconds: MPS takes nobody new before the last that it had is gone, of other sweeps too
 
 # -- The file ----------------------------------------------------------------------------------------------------------
 
@@ -296,8 +297,9 @@ class Crew:
     def dying(self) -> bool:
         """Some may be, of what another died of: under MPS a wrong address ends all, who notice it sooner or later, and
         nobody new is let in before they are gone."""
+        since = time.monotonic() - self.last_death
         stuck = (self.suspects.get(key) == job.progress() for key, job in self.active.items())
-        return time.monotonic() < self.last_death + PATIENCE and any(stuck)
+        return since < SETTLE or (since < PATIENCE and any(stuck))
 
     def collect(self, stopping: bool = False) -> None:
         for key in [*self.active]:  # one by one: an interrupt between two loses neither
