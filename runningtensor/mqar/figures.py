@@ -20,15 +20,13 @@ SERIES = {
 
 
 def plot_recall(
-    lines: Sequence[
-        tuple[str, int, float | None, float | None, Sequence[float]]
-    ],  # row, length, published, best, seeds
+    lines: Sequence[tuple[str, int, float | None, float | None, Sequence[float]]],
     figure: Path,
     title: str,
     caption: str,
 ) -> None:
     """A group of bars a row, a bar a length; on it a dot for each seed, and where it was published a diamond. What was
-    not run says so."""
+    not run says so. A line: row, length, published, ours, each seed of ours."""
     import matplotlib
 
     matplotlib.use("Agg")
