@@ -265,10 +265,7 @@ def planned(name: str, results: list[Result]) -> list[Result]:
 
 def recall(results: list[Result]) -> Text:
     results, lines = planned("table1", results), []
-    by_row: dict[str, list[report.Summary]] = {}
-    for cell in report.summarize("table1", grids.table1(), results):
-        by_row.setdefault(cell.row, []).append(cell)
-    for row, cells in by_row.items():
+    for row, cells in report.rows(report.summarize("table1", grids.table1(), results)).items():
         found = ["not run" if x.best is None else f"{x.best:.2f}" for x in cells]
         paper = ["" if x.published is None else f" ({x.published:.1f})" for x in cells]
         lines.append((row, *report.sizes(cells), *map("".join, zip(found, paper, strict=True))))

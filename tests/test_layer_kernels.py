@@ -75,13 +75,12 @@ SIZES = {
 }
 
 
-# Each pair of a size, a layer and a call: what all of them together would compile takes a GPU's machine ten minutes.
+# Every pair of a size, a layer and a call, not every three: each case compiles kernels of its own.
 CASES = [
     pytest.param(SIZES[size], LAYERS[layer], CALLS[call], id=f"{size}, {layer}, {call}")
     for i, size in enumerate(SIZES)
     for j, layer in enumerate(list(LAYERS)[:4])
-    for k, call in enumerate(CALLS)
-    if k == (i + j) % len(CALLS)
+    for call in [list(CALLS)[(i + j) % len(CALLS)]]
 ]
 
 

@@ -224,9 +224,9 @@ def test_is_flash_linear_attentions(name):
 
     from runningtensor.ops.triton import launch
 
-    # A wrong address in a kernel would fail every test after this one.
-    if launch.VERSION < (3, 7, 1):
-        pytest.skip("with a Triton before 3.7.1 its kernels refuse Hopper, or read outside their tensors there")
+    if launch.VERSION < (3, 7, 1) and name in ("gated_deltanet", "gla"):
+        # An illegal address, seen on an H200 while its GLA was tuned, fails every test after it.
+        pytest.skip("before Triton 3.7.1 its Gated DeltaNet refuses Hopper, and its GLA is not safe to run")
     kind, options, _ = FLA[name]
     mixer = build(name, torch.float32, hidden_size=128).cuda()
     peer = getattr(layers, kind)(hidden_size=128, **options).cuda()

@@ -168,9 +168,7 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     source = "published" if name == "capacity" else "paper"
     headings = ["", "parameters", "state", "T", source, "best", "mean ± std", "macro-F1", "lr", "ms/step", "runs"]
     lines: list[tuple[Sequence[str], bool]] = []  # and whether a row of the paper's table ends here
-    by_row: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        by_row.setdefault(summary.row, []).append(summary)
+    by_row = rows(summaries)
     for row, of_row in by_row.items():
         if name == "capacity" and not any(s.runs or s.published for s in of_row):  # the same runs at every length
             lines.append(((row, *[""] * 4, "missing", *[""] * 4, cells_of(of_row[0])[-1]), True))
@@ -209,6 +207,14 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     console.print("; ".join(f"{word}: {said}" for word, said in meaning.items() if word not in left_out) + ".")
     if narrow := [word for word in left_out if word != "ms/step"]:
         console.print(f"For {', '.join(narrow)}, make this terminal wider.")
+
+
+def rows(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """The cells of each."""
+    found: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        found.setdefault(summary.row, []).append(summary)
+    return found
 
 
 def cells_of(s: Summary) -> list[str]:
