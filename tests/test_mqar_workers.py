@@ -1,12 +1,13 @@
 """A run in a process gives what it gives here, whatever becomes of the process and of the sweep."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -18,10 +19,10 @@ from test_mqar_sweep import TINY, quick, run, run_all  # noqa: F401
 
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.grids import GRIDS, Cell
-from runningtensor.mqar.record import identity
+from runningtensor.mqar.record import from_json, identity
 from runningtensor.mqar.sweep import Store, read, run_cells, sweep
 from runningtensor.mqar.train import WARM_UPS, train
-from runningtensor.mqar.workers import Worker, kept
+from runningtensor.mqar.workers import Worker, elsewhere, kept
 
 
 @pytest.fixture
@@ -180,6 +181,12 @@ def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goe
     assert [found.run.seed for found in read(path)] == [0, 1]
 
 
+def test_a_run_over_ray_is_not_forgotten_before_its_result_is_written_down(tmp_path):
+    line = elsewhere(json.dumps(asdict(run(0))), "cpu", str(tmp_path), alone=False)
+    assert from_json(line).finished
+    assert torch.load(kept(tmp_path, identity(run(0))), weights_only=True)["step"] > 0  # if the sweep is killed now
+
+
 def test_a_sweep_over_ray_finds_what_one_here_finds(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     grid = [Cell("row", 16, (run(0), run(1, options=TINY | {"nonsense": 1}), run(2)))]
@@ -191,3 +198,4 @@ def test_a_sweep_over_ray_finds_what_one_here_finds(tmp_path, monkeypatch):
     for key in here:
         assert [point.loss for point in here[key].curve] == [point.loss for point in there[key].curve]
         assert here[key].failed == there[key].failed
+    assert not [*(tmp_path / "there" / "running").iterdir()]  # the results are written down

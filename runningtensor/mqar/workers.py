@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from runningtensor.bench.provenance import commit
 from runningtensor.mqar.record import Result, Run, from_json, identity, now, parsed, run_from, to_json
-from runningtensor.mqar.resume import NOTE, forget
+from runningtensor.mqar.resume import NOTE
 
 PROGRESS, RESULT = "PROGRESS ", "RESULT "  # begin the lines of a worker that are not a library's chatter
 PAUSE = 0.05  # seconds between looks at the workers
@@ -176,9 +176,7 @@ def elsewhere(line: str, device: str | None, running: str, alone: bool) -> str:
             time.sleep(PAUSE)
         except KeyboardInterrupt:  # Ray's way to cancel
             worker.stop()
-    if result.finished and result.curve:
-        forget(kept(running, identity(result.run)))
-    return to_json(result)
+    return to_json(result)  # what it could go on from is the sweep's to forget, when it has written the result down
 
 
 class Cluster:
