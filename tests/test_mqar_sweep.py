@@ -299,6 +299,28 @@ def test_what_died_is_tried_again_after_the_others_and_alone(path):
     assert [found.origin.get("at_once") for found in read(path)] == [1, 3, 3, 1]
 
 
+def test_what_died_waits_until_needless_runs_have_left_too(path):
+    dead = range(10, 14)
+    path.write_text("".join(to_json(failure(run(seed), "no memory")) + "\n" for seed in dead))
+    start = Pretended({0: 1.0} | dict.fromkeys(dead, 0.1))  # which makes 1 and 2 needless, and these leave late
+    beside = []
+
+    def starting(each):
+        here = set(start.started) - set(start.ended) - set(start.killed)
+        beside.extend((each.seed, other) for other in here if each.seed >= 10)
+        return start(each)
+
+    assert run_all(cells((0, 1, 2), (10,), (11,), (12,), (13,)), path, starting, jobs=3) == 0
+    assert start.started[3:] == [10, 11, 12, 13] and not beside
+
+
+def test_runs_that_cannot_say_how_far_they_are_hold_nobody_up(path, monkeypatch):
+    monkeypatch.setattr(sweeping, "PATIENCE", 60.0)
+    monkeypatch.setattr(Job, "progress", lambda job: None)
+    start = Pretended({0: failure(run(0), "the machine is gone"), 2: 0.2})
+    assert run_all(cells((0, 1, 2)), path, start, jobs=2, minutes=0.005) == 2 and start.started[:3] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("sign", ("it goes on", "it ends", "it is waited for no longer"))
 def test_while_others_may_be_dying_of_the_same_nothing_is_started(path, monkeypatch, sign):
     monkeypatch.setattr(sweeping, "PATIENCE", 0.3 if "longer" in sign else 60.0)

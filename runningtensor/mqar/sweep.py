@@ -289,7 +289,8 @@ class Crew:
         first = [key for key in left if key not in self.last]
         if not self.dying():
             at_once = self.jobs if first else 1
-            for key in [key for key in first or left if key not in self.active][: at_once - len(self.active)]:
+            room = max(0, at_once - len(self.active))  # some may be leaving still
+            for key in [key for key in first or left if key not in self.active][:room]:
                 self.active[key] = self.start(self.plan.runs[key])
         if len(self.active) > 1:
             self.beside.update(self.active)
@@ -298,7 +299,7 @@ class Crew:
         """Some may be, of what another died of: under MPS a wrong address ends all, who notice it sooner or later, and
         nobody new is let in before they are gone."""
         since = time.monotonic() - self.last_death
-        stuck = (self.suspects.get(key) == job.progress() for key, job in self.active.items())
+        stuck = (self.suspects[key] == job.progress() for key, job in self.active.items() if key in self.suspects)
         return since < SETTLE or (since < PATIENCE and any(stuck))
 
     def collect(self, stopping: bool = False) -> None:
@@ -326,7 +327,8 @@ class Crew:
         if again:  # it may have died of what another did, or for want of memory
             self.last.add(key)
             self.last_death = time.monotonic()
-            self.suspects.update((other, job.progress()) for other, job in self.active.items())
+            known = ((other, job.progress()) for other, job in self.active.items())
+            self.suspects.update((other, progress) for other, progress in known if progress is not None)
         else:
             self.plan.done(key)
             self.dead += [key] if died(result) else []
@@ -384,9 +386,10 @@ class Board:
     def show(self) -> Group:
         table = Table("running", "step", "accuracy", box=SIMPLE, pad_edge=False)
         for key, job in list(self.active.items()):
-            step, accuracy = job.progress()
-            steps = self.plan.runs[key].steps
-            table.add_row(self.plan.name(key), f"{step:,} of {steps:,}", f"{100 * accuracy:.2f}" if step else "")
+            progress = job.progress()
+            step, accuracy = progress or (0, 0.0)
+            far = f"{step:,} of {self.plan.runs[key].steps:,}" if progress else "elsewhere"
+            table.add_row(self.plan.name(key), far, f"{100 * accuracy:.2f}" if step else "")
         now = time.monotonic()
         until = "" if self.deadline == math.inf else f", {max(0, self.deadline - now) / 60:.1f} minutes left"
         done, left = len(self.plan.tried & self.plan.runs.keys()), len(self.plan.left())

@@ -66,7 +66,7 @@ class Job(Protocol):
     """A run under way."""
 
     def poll(self) -> Result | None: ...  # once it has ended; not finished: it was stopped, and can go on
-    def progress(self) -> tuple[int, float]: ...
+    def progress(self) -> tuple[int, float] | None: ...  # step and accuracy; None: it cannot be known
     def stop(self) -> None: ...  # soon, when it has written what it needs to go on
     def kill(self) -> None: ...
 
@@ -208,8 +208,8 @@ class RemoteWorker:
     def __init__(self, ray: Any, run: Run, reference: Any) -> None:
         self.ray, self.run, self.reference = ray, run, reference
 
-    def progress(self) -> tuple[int, float]:
-        return 0, 0.0
+    def progress(self) -> None:
+        return None
 
     def poll(self) -> Result | None:
         ready, _ = self.ray.wait([self.reference], timeout=0)
