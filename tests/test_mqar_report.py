@@ -149,7 +149,14 @@ def test_results_of_another_protocol_are_left_out_and_this_is_said(tmp_path):
     other = replace(cell("GLA").runs[0], steps=7)
     text, summaries = printed("table1", [result(other, 0.9)], tmp_path)
     assert all(s.best is None for s in summaries)
-    assert "1 results of" in text and "another protocol" in text
+    assert "1 results of" in text and "another protocol and are left out" in text
+    drafts, _ = printed("calibration", [result(replace(cell("Attention").runs[0], steps=7), 0.9)], tmp_path)
+    assert "another protocol and are in the figure alone" in drafts
+
+
+def test_of_speed_nothing_is_said_but_times(tmp_path):
+    text, _ = printed("speed", [result(speed()[0].runs[0], 0.07, ms=4.0)], tmp_path)
+    assert " 4.0 " in text and "micro-F1" not in text and "best" not in text and not (tmp_path / "speed.png").exists()
 
 
 def test_the_published_numbers_are_shown_where_nothing_of_ours_stands_beside_them(tmp_path):
@@ -188,6 +195,14 @@ def command(*words):
 
 SHAPE = ("--length", 16, "--pairs", 2, "--vocab-size", 16, "--d-model", 8, "--layers", 1, "--batch", 2)
 SMALL = ("--mixer", "deltanet", *SHAPE, "--device", "cpu")
+
+
+def test_a_layer_of_ones_own_is_found_where_one_is(tmp_path, monkeypatch):
+    (tmp_path / "own_here.py").write_text("from runningtensor.layers.baselines import DeltaNet as Mine\n")
+    monkeypatch.setattr(sys, "path", [where for where in sys.path if where])
+    monkeypatch.chdir(tmp_path)
+    done = command("train", *SHAPE, "--mixer", "own_here:Mine", "--device", "cpu", "--steps", 1, "--test-count", 4)
+    assert done.exit_code == 0 and from_json(done.stdout).run.mixer == "own_here:Mine"
 
 
 def test_train_appends_its_record_to_a_file(tmp_path):

@@ -220,6 +220,16 @@ class Average(nn.Module):
 
     def forward(self, x):
         return (self.out(self.gain * x.cumsum(1)),)
+
+
+class Bare(Average):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Narrow(Average):
+    def forward(self, x):
+        return (super().forward(x)[0][..., :1],)
 """
 
 
@@ -232,6 +242,17 @@ def test_a_mixer_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     result = last(train(mine, CPU))
     assert result.finished and result.state_floats is None and losses(result)[-1] < losses(result)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "was"), (("Bare", "a Tensor"), ("Narrow", r"\[2, 16, 1\]")), ids=("a tensor", "another width")
+)
+def test_a_mixer_returns_a_tuple_and_nothing_is_broadcast(name, was, tmp_path, monkeypatch):
+    (tmp_path / "own_wrong.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Recall(run(mixer=f"own_wrong:{name}", options={"gain": 0.1}))
+    with pytest.raises(ValueError, match=rf"mixer must return a tuple whose first item is \[2, 16, \d+\].* was {was}"):
+        model(torch.zeros(2, 16, dtype=torch.long))
 
 
 def test_an_interrupted_run_is_printed_as_far_as_it_came(tmp_path, monkeypatch):

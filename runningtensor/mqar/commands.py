@@ -1,6 +1,8 @@
 """`runningtensor mqar`: one run, a grid of runs, and the tables they fill."""
 
 import json
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -145,6 +147,7 @@ def follow(run: "Run", device: str | None, graph: bool, out: Path | None) -> Non
     from runningtensor.mqar.sweep import Store
 
     # Before the run: what cannot be made, or cannot take its record, is better known now.
+    sys.path.append(os.getcwd())  # a layer of one's own is likely there; `python -m` looks there too
     try:
         mixers.mixer(run.mixer)(run.d_model, **run.options)
     except TypeError as error:

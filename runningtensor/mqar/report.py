@@ -136,7 +136,7 @@ def like(run: Run, other: Run) -> bool:
 def report(
     name: str, out: Path = Path("results/mqar"), console: Console | None = None, markdown: bool = False
 ) -> list[Summary]:
-    """Prints a table and draws it to `out`/name.png."""
+    """Prints a table and draws it to `out`/name.png; of speed there is nothing to draw."""
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
     console = console or Console()
@@ -151,8 +151,9 @@ def report(
     used = [result for key, result in found.items() if key in planned]
     console.print(escape(origin(used) if used else f"Nothing of it is in {path}."), highlight=False)
     if others := {identity(result.run) for result in own} - planned:
-        console.print(f"{len(others)} results of {escape(str(path))} are of another protocol and are left out.")
-    if used:
+        fate = "in the figure alone" if name == "calibration" else "left out"
+        console.print(f"{len(others)} results of {escape(str(path))} are of another protocol and are {fate}.")
+    if used and name != "speed":
         try:
             if name == "calibration":
                 figure = draw_calibration([*own, *(x for x in used if x not in own)], out / f"{name}.png")
@@ -192,7 +193,10 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
             made.add_row(*(line[i] for i in shown), end_section=ends and not markdown)
         return made
 
-    left_out = [] if any(s.ms_a_step is not None for s in summaries) else ["ms/step"]
+    empty = [] if any(s.ms_a_step is not None for s in summaries) else ["ms/step"]
+    if name == "speed":  # nothing is learnt in so few steps
+        empty += [source, "best", "mean ± std", "macro-F1", "lr"]
+    left_out = [*empty]
     spare = ["macro-F1", "lr", "mean ± std", "parameters", "ms/step", "state"]
     unbounded = console.options.update(width=1000)
     while console.measure(table(left_out), options=unbounded).maximum > console.width and spare:
@@ -205,7 +209,7 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
         "the paper's is of validation",
     }
     console.print("; ".join(f"{word}: {said}" for word, said in meaning.items() if word not in left_out) + ".")
-    if narrow := [word for word in left_out if word != "ms/step"]:
+    if narrow := [word for word in left_out if word not in empty]:
         console.print(f"For {', '.join(narrow)}, make this terminal wider.")
 
 

@@ -35,9 +35,18 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x))[0]
+        x = x + self.mixed(self.mixer_norm(x))
         y = self.mlp_norm(x)
         return x + self.down(silu(self.gate(y)) * self.up(y))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        mixed = self.mixer(x)
+        if not isinstance(mixed, tuple) or mixed[0].shape != x.shape:  # a tensor's first item would be a sequence
+            was = [*mixed[0].shape] if isinstance(mixed, tuple) else f"a {type(mixed).__name__}"
+            raise ValueError(
+                f"mixer must return a tuple whose first item is {[*x.shape]}, as its input, but it was {was}"
+            )
+        return mixed[0]
 
 
 class Embedding(nn.Embedding):
