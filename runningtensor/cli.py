@@ -64,6 +64,7 @@ def selfcheck(
 
 
 @app.command()
+@plainly()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the CSV and the figure go.")] = Path("demo"),
     steps: Annotated[int, typer.Option(help="At most.", min=1)] = 600,

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from runningtensor.cli import app
 from runningtensor.mqar import demo as module
 from runningtensor.mqar.demo import RUNS, Race, demo
 from runningtensor.mqar.train import Point, Result
@@ -48,6 +50,18 @@ def test_an_interrupted_demo_tells_what_there_is(monkeypatch, tmp_path):
     assert len(demo(tmp_path, console, steps=9, minutes=1)) == 3
     assert "Interrupted" in console.file.getvalue() and "50.0%" in console.file.getvalue()
     assert (tmp_path / "demo.png").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_race_and_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["demo", "--steps", "4", "--out", str(tmp_path / "file")])
+    assert done.exit_code == 1 and "file" in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.parametrize("minutes", (0, -3, float("nan")))
+def test_a_race_takes_some_time(minutes, tmp_path):
+    with pytest.raises(ValueError, match=f"minutes must be positive, but was {minutes}"):
+        demo(tmp_path, told(), steps=4, minutes=minutes)
 
 
 def leaves(run, pipe):

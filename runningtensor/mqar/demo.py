@@ -77,6 +77,9 @@ class Row(Provenance):
 
 def demo(out: Path, console: Console, *, steps: int, minutes: float, seed: int = 0) -> list[Result]:
     """Runs the race, shows it, and writes its curves and their figure: of what there is, if it is cut short."""
+    if not minutes > 0:
+        raise ValueError(f"minutes must be positive, but was {minutes}")
+    out.mkdir(parents=True, exist_ok=True)  # before minutes of training, whose results it gets
     race = Race({name: replace(run, steps=steps, seed=seed) for name, run in RUNS.items()}, minutes)
     live = Live(get_renderable=race.board, console=console, refresh_per_second=2, transient=True)
     console.print(
