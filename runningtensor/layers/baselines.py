@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, pad, rms_norm, silu, softplus
 
 from runningtensor.layers.attention import HALF, attention, check_bounds
 from runningtensor.layers.convolution import ShortConvolution
-from runningtensor.layers.norms import GatedRMSNorm, l2_normalize
+from runningtensor.layers.norms import GATES, GatedRMSNorm, l2_normalize
 from runningtensor.layers.running_tensor import positions
 from runningtensor.ops import running_tensor
 from runningtensor.ops.interface import DTYPES, check_tensor, require
@@ -33,11 +33,7 @@ class Mixer(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, key_dim: int, value_dim: int) -> None:
         super().__init__()
-        if min(hidden_size, num_heads, key_dim, value_dim) < 1:
-            raise ValueError(
-                "hidden_size, num_heads and the widths of a head must be positive, "
-                f"but were {hidden_size}, {num_heads}, {key_dim} and {value_dim}"
-            )
+        positive(hidden_size=hidden_size, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
         self.hidden_size, self.num_heads, self.key_dim, self.value_dim = hidden_size, num_heads, key_dim, value_dim
 
     @property
@@ -121,11 +117,6 @@ class SoftmaxAttention(Mixer):
     @property
     def state_floats(self) -> None:
         return None
-
-    @property
-    def floats_a_token(self) -> int:
-        """What a cache holds for each token."""
-        return 2 * self.num_kv_heads * self.key_dim
 
     def extra_repr(self) -> str:
         return f"{self.num_heads} query heads and {self.num_kv_heads} key-value heads of {self.key_dim}"
@@ -215,6 +206,8 @@ class GatedDeltaNet(Mixer):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(hidden_size, num_heads, head_dim, whole("head_dim · expand_v", head_dim * expand_v))
+        if output_gate not in (*GATES, "none"):
+            raise ValueError(f"output_gate must be one of {', '.join(GATES)}, none, but was {output_gate!r}")
         self.sizes = [num_heads * n for n in (head_dim, head_dim, self.value_dim)]
         self.gated = output_gate != "none"
         self.rest = [num_heads * n for n in (self.value_dim if self.gated else 0, 1, 1)]
@@ -256,6 +249,7 @@ class GatedLinearAttention(Mixer):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(hidden_size, num_heads, *head_dims(hidden_size, num_heads, expand_k, expand_v))
+        positive(gate_rank=gate_rank)
         K, V = num_heads * self.key_dim, num_heads * self.value_dim
         self.sizes = [K, K, V, V, gate_rank]  # q, k, v, gate, forget gate
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False)
@@ -286,6 +280,7 @@ class Mamba2(Mixer):
         conv_size: int = 4,
         norm_eps: float = 1e-5,
     ) -> None:
+        positive(head_dim=head_dim, state_dim=state_dim)
         inner = whole("hidden_size · expand", hidden_size * expand)
         num_heads = whole("hidden_size · expand / head_dim", inner / head_dim)
         super().__init__(hidden_size, num_heads, state_dim, head_dim)
@@ -444,8 +439,15 @@ def reset_rates(A_log: Tensor, dt_bias: Tensor, slowest: float) -> None:
 
 
 def head_dims(hidden_size: int, num_heads: int, expand_k: float, expand_v: float) -> tuple[int, int]:
+    positive(num_heads=num_heads)
     key_dim = whole("hidden_size · expand_k / num_heads", hidden_size * expand_k / num_heads)
     return key_dim, whole("hidden_size · expand_v / num_heads", hidden_size * expand_v / num_heads)
+
+
+def positive(**sizes: int) -> None:
+    for name, n in sizes.items():
+        if n < 1:
+            raise ValueError(f"{name} must be positive, but was {n}")
 
 
 def whole(name: str, n: float) -> int:

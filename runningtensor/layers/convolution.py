@@ -9,6 +9,8 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
+        if size < 1:
+            raise ValueError(f"conv_size must be positive, but was {size}")
         self.weight = nn.Parameter(torch.empty(channels, size))
 
     def reset_parameters(self) -> None:
