@@ -4,5 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${RESULTS:-results/mqar}"
 runningtensor mqar sweep table2 --jobs "${JOBS:-8}" --out "$out" "$@"
-runningtensor mqar sweep speed --jobs "${JOBS:-8}" --out "$out"  # times of a step, one row after another
 runningtensor mqar report table2 --out "$out"
