@@ -96,7 +96,7 @@ SHORT = {
 
 @pytest.mark.parametrize("shell", blocks("sh", "console"))
 def test_commands_do_what_they_should(shell, tmp_path, monkeypatch, free_port):
-    """One after another, in a folder with texts, a small tokenizer, and a MODEL unless it is what is made."""
+    """One after another, in a folder with texts, a small tokenizer, a layer, and a MODEL unless it is what is made."""
     for package in ("transformers", "datatrove", "matplotlib"):
         pytest.importorskip(package, reason=f"needs {package}, which comes with the extra dev")
     import evaluation
@@ -107,6 +107,7 @@ def test_commands_do_what_they_should(shell, tmp_path, monkeypatch, free_port):
     for file in ("texts.jsonl", "texts/a.jsonl"):
         (tmp_path / file).write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
     tokenizer().save_pretrained(tmp_path / "small")
+    (tmp_path / "mine.py").write_text("from runningtensor.layers.baselines import DeltaNet as layer\n")
     if "export run MODEL" not in shell:
         folder(tmp_path / "MODEL", template=SPEAKER)
     monkeypatch.chdir(tmp_path)

@@ -244,15 +244,19 @@ def test_a_mixer_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
     assert result.finished and result.state_floats is None and losses(result)[-1] < losses(result)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "was"), (("Bare", "a Tensor"), ("Narrow", r"\[2, 16, 1\]")), ids=("a tensor", "another width")
-)
-def test_a_mixer_returns_a_tuple_and_nothing_is_broadcast(name, was, tmp_path, monkeypatch):
-    (tmp_path / "own_wrong.py").write_text(OWN)
+def test_a_mixer_may_return_a_tensor_too_and_nothing_is_broadcast(tmp_path, monkeypatch):
+    (tmp_path / "own_others.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    model = Recall(run(mixer=f"own_wrong:{name}", options={"gain": 0.1}))
-    with pytest.raises(ValueError, match=rf"mixer must return a tuple whose first item is \[2, 16, \d+\].* was {was}"):
-        model(torch.zeros(2, 16, dtype=torch.long))
+    found = []
+    for name in ("Average", "Bare", "Narrow"):
+        torch.manual_seed(0)
+        model, tokens = Recall(run(mixer=f"own_others:{name}", options={"gain": 0.1})), torch.arange(32).view(2, 16) % 8
+        if name == "Narrow":
+            with pytest.raises(ValueError, match=r"mixer must return as much .*, \[2, 16, \d+\], but .* \[2, 16, 1\]"):
+                model(tokens)
+        else:
+            found.append(model(tokens))
+    assert torch.equal(*found)
 
 
 def test_an_interrupted_run_is_printed_as_far_as_it_came(tmp_path, monkeypatch):

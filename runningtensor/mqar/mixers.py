@@ -40,9 +40,8 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def mixer(name: str) -> Callable[..., nn.Module]:
-    """One of those, or package.module:name, a class of one's own: made as name(d_model, **options), called with
-    [B,T,d_model], it returns a tuple whose first item is as large. It may say how many floats its state has,
-    state_floats.
+    """One of those, or module:name of one's own: name(d_model, **options) is a module that takes and returns
+    [B,T,d_model], or a tuple that begins with it. It may say how many floats its state has, state_floats.
     """
     module, colon, attribute = name.partition(":")
     if not colon:

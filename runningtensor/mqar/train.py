@@ -41,12 +41,10 @@ class Block(nn.Module):
 
     def mixed(self, x: Tensor) -> Tensor:
         mixed = self.mixer(x)
-        if not isinstance(mixed, tuple) or mixed[0].shape != x.shape:  # a tensor's first item would be a sequence
-            was = [*mixed[0].shape] if isinstance(mixed, tuple) else f"a {type(mixed).__name__}"
-            raise ValueError(
-                f"mixer must return a tuple whose first item is {[*x.shape]}, as its input, but it was {was}"
-            )
-        return mixed[0]
+        mixed = mixed if isinstance(mixed, Tensor) else mixed[0]  # layers of models return more
+        if mixed.shape != x.shape:  # it would be broadcast
+            raise ValueError(f"mixer must return as much as it was given, {[*x.shape]}, but it was {[*mixed.shape]}")
+        return mixed
 
 
 class Embedding(nn.Embedding):
