@@ -8,6 +8,7 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from runningtensor.mqar import sweep as sweeping
@@ -438,6 +439,22 @@ def test_a_part_of_a_grid_can_be_run(tmp_path, monkeypatch):
         ValueError, match="must fit some cell, but were 512 and ''; there are lengths 1024, 2048, 4096 and"
     ):
         sweep("table1", lengths=(512,), out=tmp_path)
+
+
+def test_a_row_can_be_run_alone_though_others_have_its_name_in_theirs(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweeping, "run_cells", lambda *_, wanted, **__: seen.extend(cell.row for cell in wanted))
+    sweep("table1", lengths=(1024,), only="DeltaNet", out=tmp_path)
+    assert seen == ["DeltaNet"]
+
+
+def test_where_there_is_no_gpu_it_is_said_what_that_means(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = StringIO()
+    for device in ("cpu", None):  # who asks for a CPU knows
+        assert "no GPU" not in said.getvalue()
+        sweep("table1", minutes=0, out=tmp_path, device=device, console=Console(file=said))
+    assert "no GPU" in said.getvalue()
 
 
 def test_the_first_runs_of_each_cell_can_be_run_alone(tmp_path, monkeypatch):

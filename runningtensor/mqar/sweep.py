@@ -16,6 +16,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
+import torch
 from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
@@ -184,8 +185,8 @@ def sweep(
 ) -> int:
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
 
-    Of the grid, cells of these lengths, or of all, and those whose row has the words `only` in it; of each cell, the
-    runs at these learning rates, or at all, and of them the first so many, or all.
+    Of the grid, cells of these lengths, or of all, and of the row `only`, or those with these words in their name; of
+    each cell, the runs at these learning rates, or at all, and of them the first so many, or all.
     """
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
@@ -195,7 +196,9 @@ def sweep(
     if minutes is not None and not minutes >= 0:
         raise ValueError(f"minutes must not be negative, but was {minutes}")
     grid = GRIDS[name]()
-    chosen = [cell for cell in grid if (not lengths or cell.length in lengths) and only in cell.row]
+    rows = [cell.row for cell in grid if only in cell.row]
+    rows = [only] if only in rows else rows
+    chosen = [cell for cell in grid if (not lengths or cell.length in lengths) and cell.row in rows]
     if not chosen:
         raise ValueError(
             f"length and only must fit some cell, but were {listed(lengths) or 'any'} and {only!r}; there are "
@@ -207,6 +210,9 @@ def sweep(
     wanted = [
         replace(cell, runs=tuple(run for run in cell.runs if not rates or run.lr in rates)[:runs]) for cell in chosen
     ]
+    console = console or Console()
+    if not (ray or device or torch.cuda.is_available()):
+        console.print("torch finds no GPU here, and on a CPU most of these runs take hours or days each.")
     running = out.resolve() / "running"
     alone = name == "speed"
     cluster = Cluster(jobs, device, running, alone) if ray else None
