@@ -270,8 +270,8 @@ def recall(results: list[Result]) -> Text:
         paper = ["" if x.published is None else f" ({x.published:.1f})" for x in cells]
         lines.append((row, *report.sizes(cells), *map("".join, zip(found, paper, strict=True))))
     more = (
-        "Micro-F1 in percent, the best of the runs so far, which end when they reach 99.95; in brackets the paper's. "
-        "State: numbers that a layer keeps for a sequence."
+        "Micro-F1 in percent, of 64 pairs, the best of the runs so far, which end when they reach 99.95; in brackets "
+        "the paper's. State: numbers that a layer keeps for a sequence."
     )
     headings = ("", "parameters a layer", "state", *(f"{length:,} tokens" for length in grids.LENGTHS))
     return table(headings, lines), more, results

@@ -3,12 +3,14 @@
 import sys
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from runningtensor.cli import app
+from runningtensor.mqar import commands, figures
 from runningtensor.mqar.data import Task
 from runningtensor.mqar.grids import Cell, capacity, changes, speed, table1
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
@@ -179,10 +181,30 @@ def test_figures_are_drawn_with_cells_missing(name, tmp_path):
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_capacity_figure_has_every_seed_and_joins_no_sizes_across_one_that_is_missing(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(figures, "plot_capacity", lambda *words: given.append(words))
+    three, two = (
+        next(x for x in capacity() if x.row.startswith(row)).runs for row in ("RunningTensor", "order 2, keys")
+    )
+    printed(
+        "capacity",
+        [*(result(x, 0.5 + x.seed / 10, 0, 0) for x in three if x.lr == 1e-2), result(two[0], 0.1, 0, 0)],
+        tmp_path,
+    )
+    points, unjoined, *_ = given[0]
+    assert points[0][::3] == ("order 3", pytest.approx((50, 60, 70))) and {"order 2", "order 3"} <= unjoined
+
+
+def test_what_a_change_gives_stands_beside_nothing_the_paper_has():
+    found = {each.row: each.published for each in summarize("changes", changes(), [])}
+    assert found.pop("RunningTensor · as it stands") == 100 and not any(found.values())
+
+
 def test_published_rows_are_rows_of_the_grids():
     from runningtensor.mqar.grids import GRIDS
 
-    for name in ("table1", "table2"):
+    for name in ("table1", "table2", "changes"):
         assert PUBLISHED[name].keys() <= {cell.row for cell in GRIDS[name]()}
 
 
@@ -203,6 +225,17 @@ def test_a_layer_of_ones_own_is_found_where_one_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = command("train", *SHAPE, "--mixer", "own_here:Mine", "--device", "cpu", "--steps", 1, "--test-count", 4)
     assert done.exit_code == 0 and from_json(done.stdout).run.mixer == "own_here:Mine"
+
+
+def test_the_docs_say_how_a_layer_of_ones_own_has_a_run_of_the_tables(monkeypatch):
+    page = (Path(__file__).parents[1] / "docs/reproduction.md").read_text()
+    line = next(
+        x for x in page.replace("\\\n", "").splitlines() if x.startswith("runningtensor mqar train --mixer mine")
+    )
+    runs = []
+    monkeypatch.setattr(commands, "follow", lambda run, *_: runs.append(run))
+    assert command(*line.split()[2:]).exit_code == 0
+    assert replace(runs[0], mixer="deltanet") == cell("DeltaNet").runs[0]
 
 
 def test_train_appends_its_record_to_a_file(tmp_path):
@@ -238,6 +271,7 @@ def test_train_appends_its_record_to_a_file(tmp_path):
         (("train", *SMALL, "--options", "{"), "options must be a JSON object"),
         (("train", *SMALL, "--options", '{"nonsense": 1}'), "nonsense"),
         (("train", *SMALL, "--out", "/dev/null/runs.jsonl"), "/dev/null"),
+        (("train", *SMALL, "--seed", str(2**53)), "seed must be less than 2**53, but was 9007199254740992"),
         (("sweep", "table1", "--jobs", "0"), "jobs must be at least 1"),
         (("report", "table1", "--out", "{tmp}"), "line 1 is none"),
     ),

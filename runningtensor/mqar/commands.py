@@ -64,7 +64,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32 or bfloat16.")] = "auto",
     test_every: Annotated[int, typer.Option(help="Steps.")] = 50,
     test_count: Annotated[int, typer.Option(help="Sequences of the test.")] = 512,
-    stop_at: Annotated[float, typer.Option(help="Accuracy.")] = 1.0,
+    stop_at: Annotated[float, typer.Option(help="Accuracy, from 0 to 1; above: never.")] = 1.0,
     device: DEVICE = None,
     graph: GRAPH = True,
     out: FILE = None,
@@ -194,7 +194,7 @@ def sweep(
     minutes: Annotated[float | None, typer.Option(help="Then runs under way are stopped, to go on later.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
-    only: Annotated[str, typer.Option(help="Rows with these words in their name alone.")] = "",
+    only: Annotated[str, typer.Option(help="The row of this name alone; else rows with these words in theirs.")] = "",
     lr: Annotated[list[float] | None, typer.Option(help="Runs at this learning rate alone; may be repeated.")] = None,
     runs: Annotated[
         int | None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 LENGTH_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
@@ -94,9 +95,12 @@ def plot_calibration(
     plt.close(shape)
 
 
-def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, caption: str) -> None:
-    """Accuracy against the floats of a state, a panel for each length of the test; hollow: what others published, and
-    sizes with the paper's gate."""
+def plot_capacity(
+    points: list[tuple[str, int, int, Sequence[float]]], unjoined: set[str], figure: Path, caption: str
+) -> None:
+    """Accuracy against the floats of a state, a panel for each length of the test: the mean of seeds, with a
+    bar from the least to the most. Hollow: what others published, means too, and sizes with the paper's gate. A series
+    that lacks a size is not joined by lines. A point: series, length, floats, seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,18 +114,22 @@ def plot_capacity(points: list[tuple[str, int, int, float]], figure: Path, capti
     )
     for ax, length in zip(axes[0], lengths, strict=True):
         for name, (colour, marker, line) in styles.items():
-            curve = sorted((x, y) for series, at, x, y in points if series == name and at == length)
+            own = sorted((x, seeds) for series, at, x, seeds in points if series == name and at == length)
             inside = "white" if name.endswith("published") or line == ":" else colour
-            style = {"color": colour, "marker": marker, "markerfacecolor": inside, "markersize": 8, "linestyle": line}
-            if curve:
-                ax.plot(*zip(*curve, strict=True), **style, label=name)
+            style = {"color": colour, "marker": marker, "markerfacecolor": inside, "markersize": 8}
+            if own:
+                curve = [(x, mean(seeds)) for x, seeds in own]
+                ax.plot(*zip(*curve, strict=True), **style, linestyle="" if name in unjoined else line, label=name)
+            for x, seeds in own:
+                if len(seeds) > 1:
+                    ax.plot([x, x], [min(seeds), max(seeds)], color=colour, linewidth=1.2, marker="_", zorder=1)
         ax.set_xscale("log")
         ax.set_ylim(-3, 103)
         ax.set_xlabel("floats of a layer's state")
         ax.set_title(f"{length:,} tokens, {length // 4:,} pairs", loc="left", fontweight="bold")
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("recalled (%)")
+    axes[0][0].set_ylabel("recalled (%): the mean of seeds,\nwith a bar from the least to the most")
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     shape.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     shape.suptitle(caption, fontsize="small", color="0.35")

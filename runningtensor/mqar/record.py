@@ -66,6 +66,8 @@ class Run:
         for name in ("d_model", "layers", "batch", "steps", "test_every", "test_count"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but was {getattr(self, name)}")
+        if abs(self.seed) >= 2**53:  # batches are drawn with a thousand times as much
+            raise ValueError(f"seed must be less than 2**53, but was {self.seed}")
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, but was {getattr(self, name)}")

@@ -53,7 +53,7 @@ PUBLISHED = {
     "table2": TABLE2,
     "capacity": CAPACITY,
     "calibration": TABLE1,
-    "changes": TABLE1,
+    "changes": {"RunningTensor · as it stands": TABLE1["RunningTensor"]},
     "speed": {},
 }
 
@@ -83,7 +83,8 @@ def published(name: str, row: str, length: int) -> float | None:
 
 
 def said(name: str, row: str) -> Published | None:
-    return PUBLISHED[name].get(row.partition(" · ")[0])  # what follows the dot is a variant of the protocol
+    known = PUBLISHED[name]
+    return known.get(row) or known.get(row.partition(" · ")[0])  # what follows the dot is a variant of the protocol
 
 
 def summarize(
@@ -266,15 +267,13 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
         lines = [(s.row, s.length, s.published, s.best, s.seeds) for s in summaries]
         plot_recall(lines, figure, "Recall (micro-F1, %), the best run of each", caption)
         return figure
-    points = [
-        (series(s.row), s.length, s.state_floats, s.best) for s in summaries if s.best is not None and s.state_floats
-    ]
+    points = [(series(s.row), s.length, s.state_floats, s.seeds) for s in summaries if s.seeds and s.state_floats]
     others = [
-        (f"{row.partition(',')[0]}, published", length, 131_072, value)
+        (f"{row.partition(',')[0]}, published", length, 131_072, (value,))
         for row, known in CAPACITY.items()
         for length, value in zip(LENGTHS, known.f1, strict=True)
     ]
-    plot_capacity([*points, *others], figure, caption)
+    plot_capacity([*points, *others], {series(s.row) for s in summaries if not s.seeds}, figure, caption)
     return figure
 
 
@@ -282,11 +281,12 @@ def draw_calibration(results: Sequence[Result], figure: Path) -> Path:
     """All that was tried at the shortest length, and what was chosen."""
     from runningtensor.mqar.figures import plot_calibration
 
-    curves = {}
+    curves, drawn = {}, list[Result]()
     for name in grids.CALIBRATED_ON:
         row = grids.TABLE1[name]
         chosen = grids.cell(name, *row, LENGTHS[0], grids.PROTOCOL).runs
         mine = [x for x in results if (x.run.mixer, x.run.options) == row and x.run.test == chosen[0].test]
+        drawn += mine
         curves[name] = [
             (
                 x.run in chosen,
@@ -296,7 +296,7 @@ def draw_calibration(results: Sequence[Result], figure: Path) -> Path:
             for x in mine
         ]
     published = {name: TABLE1[name].f1[0] for name in curves}
-    plot_calibration(curves, published, figure, origin(results))
+    plot_calibration(curves, published, figure, origin(drawn))
     return figure
 
 
