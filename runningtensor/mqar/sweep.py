@@ -212,7 +212,8 @@ def sweep(
     ]
     console = console or Console()
     if not (ray or device or torch.cuda.is_available()):
-        console.print("torch finds no GPU here, and on a CPU most of these runs take hours or days each.")
+        said = "torch finds no GPU here, and on a CPU most of these runs take hours or days each."
+        console.print(said, soft_wrap=True)
     running = out.resolve() / "running"
     alone = name == "speed"
     cluster = Cluster(jobs, device, running, alone) if ray else None
