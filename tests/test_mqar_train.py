@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from dataclasses import replace
 
@@ -209,6 +210,7 @@ def test_times_are_of_usual_steps_and_not_of_what_lies_between(monkeypatch):
 
 
 OWN = """
+import torch
 from torch import nn
 
 
@@ -230,33 +232,115 @@ class Bare(Average):
 class Narrow(Average):
     def forward(self, x):
         return (super().forward(x)[0][..., :1],)
+
+
+class Named(Average):
+    def forward(self, x):
+        return {"out": super().forward(x)[0]}
+
+
+class Mixed(Average):  # what rounds or refuses where all or some of it is made bfloat16
+    def __init__(self, d_model):
+        super().__init__(d_model, gain=0.1)
+        self.conv = nn.Conv1d(d_model, d_model, 3, padding=2)
+        self.scale = nn.Parameter(torch.ones(d_model))
+        self.rest = nn.GRU(d_model, d_model, batch_first=True)
+        self.register_buffer("turn", torch.eye(d_model).flip(0))
+        self.frozen = nn.Parameter(torch.ones(d_model), requires_grad=False)
+
+    def forward(self, x):
+        x = self.conv(x.mT)[..., : x.shape[1]].mT @ self.turn
+        return super().forward(self.rest(x * self.scale * self.frozen)[0])
+
+
+class Dropping(Average):
+    def forward(self, x):
+        assert self.training == torch.is_grad_enabled()
+        return super().forward(x)
+
+
+class Broken(nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        len(d_model)
+
+
+def closed(d_model):
+    layer = nn.Linear(d_model, d_model)
+    return lambda x: layer(x)
+
+
+number = 3
 """
+GAIN: dict = {"gain": 0.1}
 
 
-def test_a_mixer_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
+@pytest.fixture
+def own(tmp_path, monkeypatch):
     (tmp_path / "own_mixers.py").write_text(OWN)
-    mine = run(mixer="own_mixers:Average", options={"gain": 0.1})
-    with pytest.raises(ValueError, match=r"package\.module:name of what can be imported, but was 'own_mixers:Average'"):
-        Recall(mine)
-    assert from_json(to_json(training.Result(mine, 0, None))).run == mine  # read where it is not
     monkeypatch.syspath_prepend(tmp_path)
+    yield lambda name, options=GAIN, **more: run(mixer=f"own_mixers:{name}", options=options, **more)
+    sys.modules.pop("own_mixers", None)
+
+
+def test_a_mixer_of_ones_own_is_named_by_its_module(own):
+    mine = own("Average")
     result = last(train(mine, CPU))
     assert result.finished and result.state_floats is None and losses(result)[-1] < losses(result)[0]
+    other = replace(mine, mixer="elsewhere:Average")
+    assert from_json(to_json(training.Result(other, 0, None))).run == other  # read where it is not
+    with pytest.raises(ValueError, match=r"package\.module:name of what can be imported, but was 'elsewhere:Average'"):
+        Recall(other)
 
 
-def test_a_mixer_may_return_a_tensor_too_and_nothing_is_broadcast(tmp_path, monkeypatch):
-    (tmp_path / "own_others.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    found = []
-    for name in ("Average", "Bare", "Narrow"):
+def test_a_mixer_may_return_a_tensor_or_a_tuple_that_begins_with_one(own):
+    found, tokens = [], torch.arange(32).view(2, 16) % 8
+    for name in ("Average", "Bare"):
         torch.manual_seed(0)
-        model, tokens = Recall(run(mixer=f"own_others:{name}", options={"gain": 0.1})), torch.arange(32).view(2, 16) % 8
-        if name == "Narrow":
-            with pytest.raises(ValueError, match=r"mixer must return as much .*, \[2, 16, \d+\], but .* \[2, 16, 1\]"):
-                model(tokens)
-        else:
-            found.append(model(tokens))
+        found.append(Recall(own(name))(tokens))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("Narrow", GAIN, r"mixer must return as much as it was given, \[2, 16, \d+\], but it was \[2, 16, 1\]"),
+        ("Named", GAIN, "mixer must return a tensor, or a tuple that begins with one, but it was a dict"),
+        ("Average", {}, r"options must fit own_mixers:Average, but were {}: missing a required .*'gain'"),
+        ("closed", {}, "mixer must make a torch.nn.Module, but 'own_mixers:closed' made a function"),
+        ("number", {}, "mixer must be a class or a function that makes a layer, but 'own_mixers:number' is of type int"),
+    ],
+)
+def test_what_is_no_mixer_is_refused(own, name, options, said):
+    with pytest.raises(ValueError, match=said):
+        Recall(own(name, options))(torch.arange(32).view(2, 16) % 8)
+
+
+def test_what_goes_wrong_within_a_mixer_of_ones_own_is_not_blamed_on_its_options(own):
+    with pytest.raises(TypeError, match="has no len"):
+        Recall(own("Broken", {}))
+
+
+def test_a_mixer_of_ones_own_need_not_know_bfloat16(own):
+    model = Trainer(mine := own("Mixed", {}, dtype="bfloat16"), CPU, graph=False).model
+    assert {p.dtype for p in model.blocks[0].mixer.parameters()} == {torch.float32}
+    assert model.blocks[0].up.weight.dtype == model(torch.zeros(2, 16, dtype=torch.long)).dtype == torch.bfloat16
+    result = last(train(mine, CPU))
+    assert result.dtype == "bfloat16" and losses(result)[-1] < losses(result)[0]
+
+
+def test_what_is_frozen_stays(own):
+    trainer = Trainer(mine := own("Mixed", {}), CPU, graph=False)
+    batch = Batch(mine.test, 2, CPU)
+    batch.fill(*mine.test.draw(2, torch.Generator().manual_seed(0)))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.step(batch, 0.1)
+    stayed = {name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])}
+    assert stayed == {f"blocks.{i}.mixer.layer.frozen" for i in range(mine.layers)}
+
+
+def test_a_test_is_no_training(own):
+    assert last(train(own("Dropping"), CPU)).finished  # it looks itself
 
 
 def test_an_interrupted_run_is_printed_as_far_as_it_came(tmp_path, monkeypatch):

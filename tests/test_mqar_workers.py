@@ -43,7 +43,10 @@ def test_a_run_that_crashes_is_recorded_and_the_others_give_what_they_would_here
     grid = [Cell("row", 16, (wrong, deadly, run(3)))]
     assert run_all(grid, path, started, jobs=3) == 2  # which may be tried again
     found = {each.run.seed: each for each in read(path)}
-    assert found[1].failed.startswith("exit 1: TypeError") and "nonsense" in found[1].failed
+    assert (
+        found[1].failed.startswith("exit 1: ValueError: options must fit running_tensor")
+        and "nonsense" in found[1].failed
+    )
     assert found[2].failed.startswith("killed by SIGKILL")
     *_, here = train(run(3), torch.device("cpu"))
     assert found[3].run == here.run and found[3].finished and not found[3].failed

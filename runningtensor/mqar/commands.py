@@ -147,11 +147,9 @@ def follow(run: "Run", device: str | None, graph: bool, out: Path | None) -> Non
     from runningtensor.mqar.sweep import Store
 
     # Before the run: what cannot be made, or cannot take its record, is better known now.
-    sys.path.append(os.getcwd())  # a layer of one's own is likely there; `python -m` looks there too
-    try:
-        mixers.mixer(run.mixer)(run.d_model, **run.options)
-    except TypeError as error:
-        raise ValueError(f"options must fit {run.mixer}, but were {json.dumps(run.options)}: {error}") from error
+    if ":" in run.mixer:
+        sys.path.insert(0, os.getcwd())  # a layer of one's own is likely there; `python -m` looks there first, too
+    mixers.mixer(run.mixer, run.d_model, run.options)
     if out:
         Store(out).close()
     aside.print(

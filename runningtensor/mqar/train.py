@@ -18,7 +18,7 @@ from runningtensor.layers.baselines import RMSNorm
 from runningtensor.layers.projections import OneLinear
 from runningtensor.mqar import resume
 from runningtensor.mqar.data import Task, validation
-from runningtensor.mqar.mixers import mixer
+from runningtensor.mqar.mixers import Own, mixer
 from runningtensor.mqar.record import Point, Result, Run, Score, now, point_from
 from runningtensor.ops.interface import triton_refuses
 
@@ -35,16 +35,10 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mixed(self.mixer_norm(x))
+        mixed = self.mixer(self.mixer_norm(x))
+        x = x + (mixed if isinstance(mixed, Tensor) else mixed[0])  # layers of models return more
         y = self.mlp_norm(x)
         return x + self.down(silu(self.gate(y)) * self.up(y))
-
-    def mixed(self, x: Tensor) -> Tensor:
-        mixed = self.mixer(x)
-        mixed = mixed if isinstance(mixed, Tensor) else mixed[0]  # layers of models return more
-        if mixed.shape != x.shape:  # it would be broadcast
-            raise ValueError(f"mixer must return as much as it was given, {[*x.shape]}, but it was {[*mixed.shape]}")
-        return mixed
 
 
 class Embedding(nn.Embedding):
@@ -57,11 +51,11 @@ class Recall(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        make = mixer(run.mixer)
         self.embedding = Embedding(run.test.vocab_size, run.d_model)
         nn.init.normal_(self.embedding.weight, std=run.embedding_std)
         self.blocks = nn.ModuleList(
-            Block(make(run.d_model, **run.options), run.d_model, run.mlp * run.d_model) for _ in range(run.layers)
+            Block(mixer(run.mixer, run.d_model, run.options), run.d_model, run.mlp * run.d_model)
+            for _ in range(run.layers)
         )
         self.norm = RMSNorm(run.d_model, eps=1e-5)
         nn.init.constant_(self.norm.weight, run.last_gain)
@@ -101,10 +95,13 @@ def size(*modules: nn.Module) -> int:
 
 def lower(model: nn.Module, dtype: torch.dtype) -> None:
     """Matrices in this dtype. Norms, rates and gates are few, and are precise where rounding them would be felt."""
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            if p.ndim >= 2 or isinstance(module, nn.Linear):  # whose bias goes with its matrix
-                p.data = p.data.to(dtype)
+    if isinstance(model, Own):
+        return
+    for p in model.parameters(recurse=False):
+        if p.ndim >= 2 or isinstance(model, nn.Linear):  # whose bias goes with its matrix
+            p.data = p.data.to(dtype)
+    for part in model.children():
+        lower(part, dtype)
 
 
 # -- A step ------------------------------------------------------------------------------------------------------------
@@ -143,7 +140,8 @@ class Trainer:
         torch.manual_seed(run.seed)
         self.run, self.device = run, device
         self.model = Recall(run).to(device)  # drawn on the CPU: the same everywhere
-        self.masters = [p.detach().clone() for p in self.model.parameters()]
+        self.parameters: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
+        self.masters = [p.detach().clone() for p in self.parameters]
         self.grads = [torch.zeros_like(master) for master in self.masters]
         for master, grad in zip(self.masters, self.grads, strict=True):
             master.grad = grad
@@ -151,7 +149,6 @@ class Trainer:
             run.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32
         )
         lower(self.model, self.dtype)
-        self.parameters: list[Tensor] = list(self.model.parameters())
         for p, master in zip(self.parameters, self.masters, strict=True):
             if p.dtype == master.dtype:
                 p.data = master  # no copy of it is needed
@@ -268,9 +265,11 @@ class Clock:
 @torch.no_grad()
 def test(model: Recall, task: Task, drawn: Sequence[Tensor], batch: int) -> Score:
     guesses, (inputs, places, truths) = [], drawn
+    model.eval()  # a layer of one's own may drop out
     with torch.compiler.set_stance("force_eager"):  # too few tests for other shapes to be compiled
         for x, at in zip(inputs.split(batch), places.split(batch), strict=True):
             guesses.append(model.logits(x, at).argmax(-1))
+    model.train()
     return score(torch.cat(guesses).flatten().cpu(), truths.flatten().cpu(), task.vocab_size)
 
 
