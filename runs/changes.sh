@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What RunningTensor's recall at 4,096 tokens depends on, one change at a time. One GPU; stop it whenever you like.
 set -euo pipefail
+out="${RESULTS:+$(realpath -m "$RESULTS")}"  # of where you are
 cd "$(dirname "$0")/.."
-out="${RESULTS:-results/mqar}"
+out="${out:-results/mqar}"
 runningtensor mqar sweep changes --jobs "${JOBS:-8}" --out "$out" "$@"
 runningtensor mqar report changes --out "$out"

@@ -18,7 +18,8 @@ from runningtensor.bench import pretrain_gpu
 from runningtensor.bench.provenance import Provenance, write
 from runningtensor.cli import app
 from runningtensor.mqar.grids import GRIDS
-from runningtensor.mqar.record import Point, Result, Score, to_json
+from runningtensor.mqar.record import Point, Result, Score, identity, now, to_json, told_apart
+from runningtensor.mqar.sweep import read
 from runningtensor.mqar.workers import failure
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +165,12 @@ def test_a_command_that_is_not_there_is_noticed():
             understood(wrong)
 
 
+@pytest.mark.parametrize("file", [*sorted((ROOT / "results/mqar").glob("*.jsonl"))], ids=lambda file: file.name)
+def test_runs_of_the_results_can_be_told_apart(file):
+    runs = {identity(result.run): result.run for result in read(file)}
+    assert len({*told_apart([*runs.values()])}) == len(runs)
+
+
 def test_every_file_that_is_shown_is_there():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
@@ -227,7 +234,7 @@ def test_a_table_of_the_paper_comes_with_its_results(name, tables, tmp_path, mon
     scores = [Point(200, 1.0, 0.875, 3.0, 0.5, also=[Score(0.25, 0.25) for _ in run.also])]
     (tmp_path / "mqar").mkdir()
     lines = [
-        to_json(Result(run, 175_475, 120_000, curve=scores, origin=vars(ORIGIN))),
+        to_json(Result(run, 175_475, 120_000, curve=scores, origin=vars(ORIGIN), finished=now())),
         to_json(failure(GRIDS[grid]()[1].runs[0], "killed by SIGKILL")),  # says nothing of where it was
     ]
     (tmp_path / f"mqar/{grid}.jsonl").write_text("\n".join(lines) + "\n")

@@ -10,10 +10,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from runningtensor.cli import app
-from runningtensor.mqar import commands, figures
+from runningtensor.mqar import figures
+from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import Cell, capacity, changes, speed, table1
-from runningtensor.mqar.record import Point, Result, Run, Score, from_json, to_json
+from runningtensor.mqar.grids import TABLE1, Cell, capacity, changes, speed, table1
+from runningtensor.mqar.record import Point, Result, Run, Score, from_json, now, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store
 from runningtensor.mqar.workers import failure
@@ -25,7 +26,7 @@ def result(run, *accuracies, macro=0.5, ms=4.0, parameters=100, state_floats=200
     first, *also = accuracies
     scores = [Score(accuracy, macro) for accuracy in also]
     curve = [Point(1, 3.0, 0.0, 1.0, 0.0, [Score(0.0, 0.0) for _ in also]), Point(2, 1.0, first, 2.0, macro, scores)]
-    return Result(run, parameters, state_floats, curve=curve, ms_a_step=ms, origin=ORIGIN)
+    return Result(run, parameters, state_floats, curve=curve, ms_a_step=ms, origin=ORIGIN, finished=now())
 
 
 def cell(row, length=1024):
@@ -227,15 +228,40 @@ def test_a_layer_of_ones_own_is_found_where_one_is(tmp_path, monkeypatch):
     assert done.exit_code == 0 and from_json(done.stdout).run.mixer == "own_here:Mine"
 
 
-def test_the_docs_say_how_a_layer_of_ones_own_has_a_run_of_the_tables(monkeypatch):
+def test_the_docs_say_how_a_layer_of_ones_own_has_a_row_of_the_tables(tmp_path, monkeypatch):
     page = (Path(__file__).parents[1] / "docs/reproduction.md").read_text()
-    line = next(
-        x for x in page.replace("\\\n", "").splitlines() if x.startswith("runningtensor mqar train --mixer mine")
+    line = next(x for x in page.splitlines() if x.startswith("runningtensor mqar sweep table1 --mixer mine"))
+    (tmp_path / "mine.py").write_text("from runningtensor.layers.baselines import DeltaNet as layer\n")
+    wanted = []
+    monkeypatch.setattr(sweeping, "run_cells", lambda *_, **given: wanted.extend(given["wanted"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert command(*line.partition("#")[0].split()[2:]).exit_code == 0
+    rows = (cell for cell in table1() if cell.row == "DeltaNet")
+    assert [[replace(run, mixer="deltanet") for run in cell.runs] for cell in wanted] == [[*cell.runs] for cell in rows]
+
+
+def test_a_report_has_rows_of_layers_that_are_in_no_grid(tmp_path):
+    mine = replace(cell("DeltaNet").runs[0], mixer="mine:layer", options={"gain": 2})
+    other = replace(mine, steps=7)  # of another protocol
+    text, found = printed("table1", [result(run, 0.75) for run in (mine, other)], tmp_path)
+    rows = [each for each in found if each.row not in TABLE1]
+    assert [each.length for each in rows] == [1024, 2048, 4096] and [each.runs for each in rows] == [1, 0, 0]
+    assert (rows[0].row, rows[0].best, rows[0].planned) == ('mine:layer {"gain": 2}', 75.0, 9)
+    assert "1 results of" in text and "are of another protocol and are left out" in text
+
+
+def test_a_layer_of_ones_own_is_in_the_figure_of_capacity(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    named = []
+    monkeypatch.setattr(
+        matplotlib.figure.Figure,
+        "savefig",
+        lambda shape, *_, **__: named.extend(text.get_text() for text in shape.legends[0].get_texts()),
     )
-    runs = []
-    monkeypatch.setattr(commands, "follow", lambda run, *_: runs.append(run))
-    assert command(*line.split()[2:]).exit_code == 0
-    assert replace(runs[0], mixer="deltanet") == cell("DeltaNet").runs[0]
+    mine = replace(capacity()[0].runs[0], mixer="mine:layer", options={})
+    printed("capacity", [result(mine, 0.75, 0.5, 0.25)], tmp_path)
+    assert "mine:layer" in named
 
 
 def test_train_appends_its_record_to_a_file(tmp_path):

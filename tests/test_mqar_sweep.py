@@ -13,7 +13,7 @@ from rich.console import Console
 
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import TABLE1, TABLE2, Cell
+from runningtensor.mqar.grids import GRIDS, OF_LAYERS, TABLE1, TABLE2, Cell
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, identity, to_json
 from runningtensor.mqar.sweep import Store, ordered, read, run_cells, sweep
 from runningtensor.mqar.workers import failure, kept
@@ -259,9 +259,12 @@ def test_a_result_that_cannot_be_written_is_printed(path, monkeypatch, capsys):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(sweeping.os, "fsync", full)
+    said = StringIO()
     with pytest.raises(ValueError, match=r"grid\.jsonl cannot be written, so its result is printed: No space left"):
-        run_all(cells((0,)), path, Pretended({0: 0.5}))
-    assert from_json(capsys.readouterr().out.splitlines()[0]).accuracy == 0.5
+        run_cells(cells((0, 1, 2)), path, Pretended({0: 0.5, 1: 0.25}), console=Console(file=said), jobs=3)
+    printed = [from_json(line).accuracy for line in capsys.readouterr().out.splitlines()]
+    assert printed == [0.5, 0.25]  # each once, and what had ended beside it too
+    assert "3 runs left" in said.getvalue()
 
 
 def test_runs_that_die_beside_others_are_run_again_after_them_and_alone(path):
@@ -446,6 +449,51 @@ def test_a_row_can_be_run_alone_though_others_have_its_name_in_theirs(tmp_path, 
     monkeypatch.setattr(sweeping, "run_cells", lambda *_, wanted, **__: seen.extend(cell.row for cell in wanted))
     sweep("table1", lengths=(1024,), only="DeltaNet", out=tmp_path)
     assert seen == ["DeltaNet"]
+
+
+def test_a_row_of_ones_own_has_the_runs_of_the_others(tmp_path, monkeypatch):
+    seen, mine = [], {"mixer": "deltanet", "options": {"num_heads": 2}}
+    monkeypatch.setattr(sweeping, "run_cells", lambda grid, *_, wanted, **__: seen.append((grid, wanted)))
+    for name in OF_LAYERS:
+        sweep(name, **mine, out=tmp_path)
+        grid, wanted = seen.pop()
+        assert [cell.row for cell in wanted] == ['deltanet {"num_heads": 2}'] * 3
+        assert grid == [*GRIDS[name](), *wanted]
+        for cell in wanted:
+            for other in (other for other in GRIDS[name]() if other.length == cell.length):
+                assert cell.runs == tuple(replace(run, **mine) for run in other.runs)
+    sweep("table1", **mine, lengths=(2048,), rates=(1e-2,), runs=1, out=tmp_path)
+    ((_, (cell,)),) = seen
+    assert [(run.test.length, run.lr, run.seed) for run in cell.runs] == [(2048, 1e-2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"name": "changes", "mixer": "deltanet"},
+            "mixer must be without only, and with table1, .*, but was 'deltanet'",
+        ),
+        ({"mixer": "deltanet", "only": "GLA"}, "mixer must be without only"),
+        ({"mixer": "lstm"}, "mixer must be one of running_tensor, .*, but was 'lstm'"),
+        ({"mixer": "deltanet", "options": {"nonsense": 1}}, "options must fit deltanet"),
+        ({"options": {"num_heads": 2}}, "options must be those of a mixer, and none was named"),
+    ],
+)
+def test_what_cannot_be_a_row_is_refused(given, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        sweep(**{"name": "table1", "out": tmp_path} | given)
+
+
+def test_results_are_in_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="out must be a folder"):
+        sweep("table1", out=tmp_path / "file")
+
+
+def test_what_is_not_finished_is_not_known(path):
+    path.write_text(to_json(replace(result(run(0), 0.5), finished="")) + "\n" + to_json(result(run(1), 0.5)) + "\n")
+    assert [found.run.seed for found in sweeping.known(path)] == [1]
 
 
 def test_where_there_is_no_gpu_it_is_said_what_that_means(tmp_path, monkeypatch):

@@ -308,7 +308,11 @@ def test_a_mixer_may_return_a_tensor_or_a_tuple_that_begins_with_one(own):
         ("Named", GAIN, "mixer must return a tensor, or a tuple that begins with one, but it was a dict"),
         ("Average", {}, r"options must fit own_mixers:Average, but were {}: missing a required .*'gain'"),
         ("closed", {}, "mixer must make a torch.nn.Module, but 'own_mixers:closed' made a function"),
-        ("number", {}, "mixer must be a class or a function that makes a layer, but 'own_mixers:number' is of type int"),
+        (
+            "number",
+            {},
+            "mixer must be a class or a function that makes a layer, but 'own_mixers:number' is of type int",
+        ),
     ],
 )
 def test_what_is_no_mixer_is_refused(own, name, options, said):
@@ -352,6 +356,7 @@ def test_an_interrupted_run_is_printed_as_far_as_it_came(tmp_path, monkeypatch):
     out = tmp_path / "runs.jsonl"
     found = CliRunner().invoke(app, ["mqar", "train", "--device", "cpu", "--d-model", "8", "--out", str(out)])
     assert found.exit_code == 130 and from_json(found.stdout).curve and not out.read_text()
+    assert "Stopped after step 6 of 1,000; not finished, and not appended" in found.stderr
 
 
 # -- What is recorded --------------------------------------------------------------------------------------------------
@@ -443,8 +448,11 @@ def test_the_score_at_a_length_is_the_best_of_that_test():
         ({"tokens_a_step": 15}, "tokens_a_step must be at least the longest length, 16, but was 15"),
         ({"steps": 0}, "steps must be at least 1, but was 0"),
         ({"warm_up": 0}, "warm_up must be at least 1, or None, but was 0"),
-        ({"matrix_std": -0.1}, "matrix_std must not be negative, but was -0.1"),
-        ({"weight_decay": -1.0}, "weight_decay must not be negative, but was -1.0"),
+        ({"matrix_std": -0.1}, "matrix_std must be at least 0 and finite, but was -0.1"),
+        ({"weight_decay": -1.0}, "weight_decay must be at least 0 and finite, but was -1.0"),
+        ({"lr": math.inf}, "lr must be positive and finite, but was inf"),
+        ({"stop_at": 99.95}, "stop_at must be from 0 to 1, or at most 2 for never, but was 99.95"),
+        ({"stop_at": math.nan}, "stop_at must be"),
     ),
 )
 def test_a_run_that_cannot_be_is_refused(wrong, match):

@@ -185,7 +185,7 @@ def test_a_sweep_that_is_killed_loses_nothing_finished_leaves_no_process_and_goe
 
 
 def test_a_run_over_ray_is_not_forgotten_before_its_result_is_written_down(tmp_path):
-    line = elsewhere(json.dumps(asdict(run(0))), "cpu", str(tmp_path), alone=False)
+    line = elsewhere(json.dumps(asdict(run(0))), "cpu", str(tmp_path), alone=False, graph=True)
     assert from_json(line).finished
     assert torch.load(kept(tmp_path, identity(run(0))), weights_only=True)["step"] > 0  # if the sweep is killed now
 

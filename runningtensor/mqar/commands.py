@@ -29,18 +29,34 @@ class Grid(StrEnum):
     speed = "speed"
 
 
+MIXER = typer.Option(help="running_tensor, gated_deltanet, attention, …, or your own: package.module:name.")
+OPTIONS = Annotated[str, typer.Option(help="Of the mixer, as JSON.")]
 OUT = Annotated[Path, typer.Option(help="Where results and figures are.")]
 FILE = Annotated[Path | None, typer.Option(help="A file, which gets one line more.")]
 GRAPH = Annotated[bool, typer.Option(help="On CUDA: a step as one CUDA graph.")]
 
 
+def parsed(options: str) -> dict[str, object]:
+    try:
+        chosen = json.loads(options)
+    except ValueError:
+        chosen = None
+    if not isinstance(chosen, dict):
+        raise ValueError(f"options must be a JSON object, but were {options!r}")
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()}
+
+
+def look_here(mixer: str) -> None:
+    """A layer of one's own is likely where one is; `python -m` looks there first, too."""
+    if ":" in mixer and sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+
+
 @app.command()
 @plainly()
 def train(
-    mixer: Annotated[
-        str, typer.Option(help="running_tensor, gated_deltanet, attention, …, or your own: package.module:name.")
-    ] = "running_tensor",
-    options: Annotated[str, typer.Option(help="Of the mixer, as JSON.")] = "{}",
+    mixer: Annotated[str, MIXER] = "running_tensor",
+    options: OPTIONS = "{}",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     length: Annotated[int, typer.Option(help="Tokens of a sequence, in the test.")] = 256,
@@ -64,7 +80,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32 or bfloat16.")] = "auto",
     test_every: Annotated[int, typer.Option(help="Steps.")] = 50,
     test_count: Annotated[int, typer.Option(help="Sequences of the test.")] = 512,
-    stop_at: Annotated[float, typer.Option(help="Accuracy, from 0 to 1; above: never.")] = 1.0,
+    stop_at: Annotated[float, typer.Option(help="Accuracy, from 0 to 1; 2: never.")] = 1.0,
     device: DEVICE = None,
     graph: GRAPH = True,
     out: FILE = None,
@@ -79,16 +95,10 @@ def train(
             raise ValueError(f"train_on must be tokens/pairs,tokens/pairs,…, but had {shape!r}")
         return Task(int(tokens), int(pairs), vocab_size, random_filler=random_filler)
 
-    try:
-        chosen = json.loads(options)
-    except ValueError:
-        chosen = None
-    if not isinstance(chosen, dict):
-        raise ValueError(f"options must be a JSON object, but were {options!r}")
-    test = task(f"{length}/{pairs}")
+    test = Task(length, pairs, vocab_size, random_filler=random_filler)
     run = Run(
         mixer,
-        {name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()},
+        parsed(options),
         tuple(map(task, train_on.split(","))) if train_on else (test,),
         test,
         lr=lr,
@@ -120,18 +130,31 @@ def repeat(
     out: FILE = None,
 ) -> None:
     """A run of a file of results once more."""
-    from runningtensor.mqar.record import identity
+    from runningtensor.bench.provenance import provenance
+    from runningtensor.mqar.record import identity, told_apart
     from runningtensor.mqar.sweep import read
 
-    if not results.exists():
-        raise ValueError(f"results must be a file, but there is no {results}")
-    runs = {identity(result.run): result.run for result in read(results)}
-    found = {key: run for key, run in runs.items() if key.startswith(id)}
+    if not results.is_file():
+        raise ValueError(f"results must be a file, but {results} is none")
+    runs = {identity(result.run): result for result in read(results)}
+    if not runs:
+        raise ValueError(f"results must hold some, but {results} has none")
+    found = {key: result for key, result in runs.items() if key.startswith(id)}
     if id and len(found) == 1:
-        return follow(found.popitem()[1], device, graph, out)
-    for key, run in (found or runs).items():
-        options = f" {json.dumps(run.options)}" if run.options else ""
-        words = f"{run.mixer}{options} · {run.test.length}/{run.test.pairs} · lr {run.lr:g} · seed {run.seed}"
+        ((_, result),) = found.items()
+        import torch
+
+        here = provenance(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))).device
+        if (there := result.origin.get("device")) != here:
+            aside.print(
+                f"It was run on {there}, in {result.dtype}. On {here} batches, and with --dtype auto the dtype, may "
+                "differ, and so may what comes out.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return follow(result.run, device, graph, out)
+    listed = found or runs
+    for key, words in zip(listed, told_apart([result.run for result in listed.values()]), strict=True):
         console.print(f"{key}  {escape(words)}", highlight=False, soft_wrap=True)
     if id:
         raise ValueError(f"id must begin that of one run in {results}, but {id!r} begins that of {len(found)}")
@@ -147,9 +170,10 @@ def follow(run: "Run", device: str | None, graph: bool, out: Path | None) -> Non
     from runningtensor.mqar.sweep import Store
 
     # Before the run: what cannot be made, or cannot take its record, is better known now.
-    if ":" in run.mixer:
-        sys.path.insert(0, os.getcwd())  # a layer of one's own is likely there; `python -m` looks there first, too
+    look_here(run.mixer)
     mixers.mixer(run.mixer, run.d_model, run.options)
+    if out and out.is_dir():
+        raise ValueError(f"out must be a file, but {out} is a folder")
     if out:
         Store(out).close()
     aside.print(
@@ -169,6 +193,8 @@ def follow(run: "Run", device: str | None, graph: bool, out: Path | None) -> Non
     except KeyboardInterrupt:
         if result:  # not appended to a file: what is there is finished
             print(to_json(result))
+        done = f"after step {result.curve[-1].step:,}" if result else "before its first test"
+        aside.print(f"Stopped {done} of {run.steps:,}; not finished" + (", and not appended" if out else ""))
         raise typer.Exit(130) from None
     assert result is not None
     if out:
@@ -193,6 +219,8 @@ def sweep(
     jobs: Annotated[int, typer.Option(help="Runs at once; with --ray, on each GPU.")] = 1,
     length: Annotated[list[int] | None, typer.Option(help="Cells of this length alone; may be repeated.")] = None,
     only: Annotated[str, typer.Option(help="The row of this name alone; else rows with these words in theirs.")] = "",
+    mixer: Annotated[str, typer.Option(help="A row more, and it alone: a mixer of train's, or your own.")] = "",
+    options: OPTIONS = "{}",
     lr: Annotated[list[float] | None, typer.Option(help="Runs at this learning rate alone; may be repeated.")] = None,
     runs: Annotated[
         int | None,
@@ -201,11 +229,13 @@ def sweep(
     out: OUT = Path("results/mqar"),
     ray: Annotated[bool, typer.Option(help="Over a Ray cluster: RAY_ADDRESS's, or this machine's.")] = False,
     device: DEVICE = None,
+    graph: GRAPH = True,
     all_runs: Annotated[bool, typer.Option(help="Also of cells that have one of 99.95%.")] = False,
 ) -> None:
     """What is left of a grid of runs. It may be stopped or killed at any time, and goes on when it is called again."""
     from runningtensor.mqar import sweep as runner
 
+    look_here(mixer)
     runner.sweep(
         grid.value,
         minutes,
@@ -213,10 +243,13 @@ def sweep(
         out,
         lengths=length or (),
         only=only,
+        mixer=mixer,
+        options=parsed(options),
         rates=lr or (),
         runs=runs,
         ray=ray,
         device=device,
+        graph=graph,
         all_runs=all_runs,
         console=console,
     )

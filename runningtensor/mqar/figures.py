@@ -18,6 +18,7 @@ SERIES = {
     "Gated DeltaNet, published": ("#D55E00", "D", ""),
     "Flash-VQG, published": ("#000000", "v", ""),
 }
+OTHERS: list[tuple[str, str, str]] = [("#CC79A7", marker, "") for marker in "op^<>hd8"]
 
 
 def plot_recall(
@@ -107,8 +108,9 @@ def plot_capacity(
     from matplotlib import pyplot as plt
 
     lengths = sorted({point[1] for point in points})
-    found = {point[0] for point in points}
+    found = dict.fromkeys(point[0] for point in points)
     styles = {name: style for name, style in SERIES.items() if name in found}
+    styles |= dict(zip([name for name in found if name not in styles], OTHERS, strict=False))
     shape, axes = plt.subplots(
         1, len(lengths), figsize=(4 * len(lengths), 4.6), layout="constrained", sharey=True, squeeze=False
     )

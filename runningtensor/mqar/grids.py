@@ -1,5 +1,6 @@
 """The paper's tables as Python functions: each gives its cells, and a cell its runs, in the order to run them in."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -239,6 +240,17 @@ def cell(name: str, mixer: str, options: dict[str, object], length: int, protoco
     return Cell(name, length, runs)
 
 
+def with_row(cells: Sequence[Cell], mixer: str, options: dict[str, object]) -> list[Cell]:
+    """And a row more, of another layer: in each length's runs, it is in the place of that of the first row."""
+    first = {cell.length: cell for cell in reversed(cells)}
+    runs = {length: [replace(run, mixer=mixer, options=options) for run in cell.runs] for length, cell in first.items()}
+    return [*cells, *(Cell(row_of(mixer, options), length, tuple(runs[length])) for length in sorted(runs))]
+
+
+def row_of(mixer: str, options: dict[str, object]) -> str:
+    return f"{mixer} {json.dumps(options)}" if options else mixer
+
+
 GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "table1": table1,
     "table2": table2,
@@ -247,3 +259,4 @@ GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "changes": changes,
     "speed": speed,
 }
+OF_LAYERS = ("table1", "table2", "capacity", "speed")  # rows differ in their layer alone: another can be added

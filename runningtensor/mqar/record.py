@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -69,11 +70,13 @@ class Run:
         if abs(self.seed) >= 2**53:  # batches are drawn with a thousand times as much
             raise ValueError(f"seed must be less than 2**53, but was {self.seed}")
         for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, but was {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, but was {getattr(self, name)}")
         for name in ("embedding_std", "matrix_std", "weight_decay"):
-            if not (getattr(self, name) or 0) >= 0:
-                raise ValueError(f"{name} must not be negative, but was {getattr(self, name)}")
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, but was {getattr(self, name)}")
+        if not 0 <= self.stop_at <= 2:
+            raise ValueError(f"stop_at must be from 0 to 1, or at most 2 for never, but was {self.stop_at}")
         if self.warm_up is not None and self.warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, or None, but was {self.warm_up}")
 
@@ -150,6 +153,29 @@ class Result:
         at = [task.length for task in self.run.tests].index(length)
         scores = [[Score(point.accuracy, point.macro_f1), *point.also][at] for point in self.curve]
         return max(scores, key=lambda score: score.accuracy, default=None)
+
+
+def told_apart(runs: Sequence[Run]) -> list[str]:
+    """Each in words: what they are, and whatever else not all of them share."""
+    often = ("mixer", "options", "test", "lr", "seed")
+    differ = [f.name for f in fields(Run) if f.name not in often and len({repr(getattr(x, f.name)) for x in runs}) > 1]
+
+    def word(value: object) -> str:
+        if not isinstance(value, tuple):
+            return str(value)
+        zeros = "" if all(task.random_filler for task in value) else " between zeros"
+        return ",".join(f"{task.length}/{task.pairs}" for task in value) + zeros
+
+    return [
+        " · ".join(
+            (
+                run.mixer + (f" {json.dumps(run.options)}" if run.options else ""),
+                *(word((run.test,)), f"lr {run.lr:g}", f"seed {run.seed}"),
+                *(f"{name} {word(getattr(run, name))}" for name in differ),
+            )
+        )
+        for run in runs
+    ]
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

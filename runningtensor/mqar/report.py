@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.mqar import grids
-from runningtensor.mqar.grids import GRIDS, LENGTHS, TIMED_TOKENS, Cell
+from runningtensor.mqar.grids import GRIDS, LENGTHS, OF_LAYERS, TIMED_TOKENS, Cell, with_row
 from runningtensor.mqar.record import Result, Run, identity
 from runningtensor.mqar.sweep import known, read
 
@@ -134,6 +134,20 @@ def like(run: Run, other: Run) -> bool:
     return all(getattr(run, x) == getattr(other, x) for x in ("mixer", "options", "test", "dtype"))
 
 
+def with_others(cells: Sequence[Cell], results: Sequence[Result]) -> list[Cell]:
+    """And a row for each other layer that has runs like those of the cells."""
+    more, rows = [*cells], [(run.mixer, run.options) for cell in cells for run in cell.runs]
+    known_runs = {identity(run) for cell in cells for run in cell.runs}
+    first = cells[0].runs[0]
+    for run in (result.run for result in results):
+        if (run.mixer, run.options) not in rows and identity(
+            replace(run, mixer=first.mixer, options=first.options)
+        ) in known_runs:
+            rows.append((run.mixer, run.options))
+            more = with_row(more, run.mixer, run.options)
+    return more
+
+
 def report(
     name: str, out: Path = Path("results/mqar"), console: Console | None = None, markdown: bool = False
 ) -> list[Summary]:
@@ -143,6 +157,7 @@ def report(
     console = console or Console()
     cells, path = GRIDS[name](), out / f"{name}.jsonl"
     own, results = read(path), known(path)
+    cells = with_others(cells, own) if name in OF_LAYERS else cells
     summaries = summarize(name, cells, results, read(out / "speed.jsonl"))
     if name == "calibration":  # what it might have been is much, and not all of it is worth a run
         summaries = [summary for summary in summaries if summary.runs]

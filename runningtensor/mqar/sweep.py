@@ -24,7 +24,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.bench.provenance import cores
-from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, Cell
+from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, OF_LAYERS, Cell, row_of, with_row
+from runningtensor.mqar.mixers import mixer as built
 from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
 from runningtensor.mqar.workers import GRACE, PAUSE, Cluster, Job, Worker, kept
@@ -106,7 +107,8 @@ def known(path: Path) -> list[Result]:
     so those whose process died come first: another may have finished them."""
     others = [path.with_name(f"{name}.jsonl") for name in GRIDS]
     files = (*(other for other in others if other != path), path)
-    return sorted((result for file in files for result in read(file)), key=lambda result: not died(result))
+    done = [result for file in files for result in read(file) if result.finished]
+    return sorted(done, key=lambda result: not died(result))
 
 
 def died(result: Result) -> bool:
@@ -176,17 +178,21 @@ def sweep(
     *,
     lengths: Sequence[int] = (),
     only: str = "",
+    mixer: str = "",
+    options: dict[str, object] | None = None,
     rates: Sequence[float] = (),
     runs: int | None = None,
     ray: bool = False,
     device: str | None = None,
+    graph: bool = True,
     all_runs: bool = False,
     console: Console | None = None,
 ) -> int:
     """Runs what is left of a grid, into `out`/name.jsonl, and returns how many runs are left after it.
 
     Of the grid, cells of these lengths, or of all, and of the row `only`, or those with these words in their name; of
-    each cell, the runs at these learning rates, or at all, and of them the first so many, or all.
+    each cell, the runs at these learning rates, or at all, and of them the first so many, or all. A `mixer` is a row
+    more, and then the only one.
     """
     if name not in GRIDS:
         raise ValueError(f"name must be one of {', '.join(GRIDS)}, but was {name!r}")
@@ -195,7 +201,16 @@ def sweep(
             raise ValueError(f"{what} must be at least 1, but was {count}")
     if minutes is not None and not minutes >= 0:
         raise ValueError(f"minutes must not be negative, but was {minutes}")
-    grid = GRIDS[name]()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, but {out} is none")
+    grid, options = GRIDS[name](), options or {}
+    if mixer:
+        if only or name not in OF_LAYERS:
+            raise ValueError(f"mixer must be without only, and with {', '.join(OF_LAYERS)}, but was {mixer!r}")
+        grid, only = with_row(grid, mixer, options), row_of(mixer, options)
+        built(mixer, grid[-1].runs[0].d_model, options)  # what cannot be made is better known now
+    elif options:
+        raise ValueError(f"options must be those of a mixer, and none was named, but were {options}")
     rows = [cell.row for cell in grid if only in cell.row]
     rows = [only] if only in rows else rows
     chosen = [cell for cell in grid if (not lengths or cell.length in lengths) and cell.row in rows]
@@ -216,13 +231,15 @@ def sweep(
         console.print(said, soft_wrap=True)
     running = out.resolve() / "running"
     alone = name == "speed"
-    cluster = Cluster(jobs, device, running, alone) if ray else None
+    cluster = Cluster(jobs, device, running, alone, graph) if ray else None
     threads = max(1, cores() // jobs)
     try:
         return run_cells(
             grid,
             out / f"{name}.jsonl",
-            cluster.start if cluster else partial(Worker, device=device, threads=threads, running=running, alone=alone),
+            cluster.start
+            if cluster
+            else partial(Worker, device=device, threads=threads, running=running, alone=alone, graph=graph),
             minutes=minutes,
             jobs=cluster.jobs if cluster else jobs,
             wanted=wanted,
@@ -265,12 +282,15 @@ def run_cells(
                     time.sleep(PAUSE)
                     crew.collect()
         finally:  # out of time, or interrupted
-            crew.stop()
-            dead = [key for key in crew.dead if not plan.needless(key)]
-            left = [*plan.left(), *dead]
-            words = [f"{sum(kept(crew.running, key).exists() for key in left)} of them wait to go on"] if left else []
-            words += [f"{len(dead)} died and are tried again by the next sweep"] if dead else []
-            console.print(", ".join((f"{len(left)} runs left", *words)))
+            try:
+                crew.stop()
+            finally:
+                dead = [key for key in crew.dead if not plan.needless(key)]
+                left = [*plan.left(), *dead]
+                waiting = sum(kept(crew.running, key).exists() for key in left)
+                words = [f"{waiting} of them wait to go on"] if left else []
+                words += [f"{len(dead)} died and are tried again by the next sweep"] if dead else []
+                console.print(", ".join((f"{len(left)} runs left", *words)))
         return len(left)
 
 
@@ -316,7 +336,11 @@ class Crew:
                 continue
             asked = stopping or key in self.leaving
             if result.finished and not (asked and died(result)):  # else stopped, perhaps before it could listen
-                self.ended(key, result)
+                try:
+                    self.ended(key, result)
+                except ValueError:  # it is in the file, or printed
+                    del self.active[key]
+                    raise
             del self.active[key]
             if self.leaving.pop(key, None):
                 self.forget_needless([key])
@@ -363,6 +387,7 @@ class Crew:
                 forget(kept(self.running, key))
 
     def stop(self) -> None:
+        wrong: ValueError | None = None
         try:
             self.drop_needless()
             for key in self.active.keys() - self.leaving.keys():
@@ -370,11 +395,16 @@ class Crew:
             patience = time.monotonic() + GRACE
             while self.active and time.monotonic() < patience:
                 time.sleep(PAUSE)
-                self.collect(stopping=True)
+                try:
+                    self.collect(stopping=True)
+                except ValueError as error:  # the others have results too
+                    wrong = error
             self.forget_needless(self.plan.runs)
         finally:
             for job in self.active.values():
                 job.kill()
+        if wrong:
+            raise wrong
 
 
 def scored(name: str, result: Result) -> str:

@@ -42,7 +42,7 @@ def work() -> None:
         turn = Path(job["alone"]).open("a")  # noqa: SIM115
         fcntl.flock(turn, fcntl.LOCK_SH)  # many may compile at once, while nobody's steps are timed
         alone = partial(fcntl.flock, turn, fcntl.LOCK_EX)
-    for result in train(run_from(job["run"]), device, kept=file, stop=asked.is_set, alone=alone):
+    for result in train(run_from(job["run"]), device, job["graph"], kept=file, stop=asked.is_set, alone=alone):
         if result.curve:
             print(f"{PROGRESS}{result.curve[-1].step} {result.accuracy}", flush=True)
     print(f"\n{RESULT}{to_json(result)}", flush=True)  # on a line of its own, whatever was printed before
@@ -82,12 +82,14 @@ class Worker:
         *,
         running: Path | str | None = None,
         alone: bool = False,  # of all that are, while its steps are timed; in `running` is what they do it by
+        graph: bool = True,
     ) -> None:
         self.run = run
         self.result: Result | None = None  # once it has ended
         job = {
             "run": asdict(run),
             "device": device,
+            "graph": graph,
             "kept": running and str(kept(running, identity(run))),
             "alone": str(Path(running) / "turn") if running and alone else None,
         }
@@ -166,11 +168,11 @@ def failure(run: Run, why: str) -> Result:
 # -- Runs elsewhere ----------------------------------------------------------------------------------------------------
 
 
-def elsewhere(line: str, device: str | None, running: str, alone: bool) -> str:
+def elsewhere(line: str, device: str | None, running: str, alone: bool, graph: bool) -> str:
     """What a machine of a Ray cluster does: the same as this one would. If it has the folder, runs go on there too."""
     if alone:
         Path(running).mkdir(parents=True, exist_ok=True)
-    worker = Worker(run_from(json.loads(line)), device, running=running, alone=alone)
+    worker = Worker(run_from(json.loads(line)), device, running=running, alone=alone, graph=graph)
     while (result := worker.poll()) is None:
         try:
             time.sleep(PAUSE)
@@ -182,12 +184,12 @@ def elsewhere(line: str, device: str | None, running: str, alone: bool) -> str:
 class Cluster:
     """Starts runs on a Ray cluster: RAY_ADDRESS's, or the one that runs here, or a new one of this machine alone."""
 
-    def __init__(self, jobs: int, device: str | None, running: Path, alone: bool = False) -> None:
+    def __init__(self, jobs: int, device: str | None, running: Path, alone: bool = False, graph: bool = True) -> None:
         try:
             import ray
         except ImportError as error:
             raise ValueError("ray must be installed for --ray: pip install 'runningtensor[ray]'") from error
-        self.ray, self.device, self.running, self.alone = ray, device, str(running), alone
+        self.ray, self.given = ray, (device, str(running), alone, graph)
         ray.init(log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
         gpus = int(ray.cluster_resources().get("GPU", 0)) if device in (None, "cuda") else 0
         self.jobs = jobs * max(1, gpus)
@@ -195,7 +197,7 @@ class Cluster:
         self.elsewhere = ray.remote(num_cpus=1, num_gpus=1 / jobs if gpus else 0, max_retries=0)(elsewhere)
 
     def start(self, run: Run) -> "RemoteWorker":
-        reference = self.elsewhere.remote(json.dumps(asdict(run)), self.device, self.running, self.alone)
+        reference = self.elsewhere.remote(json.dumps(asdict(run)), *self.given)
         return RemoteWorker(self.ray, run, reference)
 
     def close(self) -> None:
