@@ -265,13 +265,16 @@ def planned(name: str, results: list[Result]) -> list[Result]:
 
 def recall(results: list[Result]) -> Text:
     results, lines = planned("table1", results), []
-    for row, cells in report.rows(report.summarize("table1", grids.table1(), results)).items():
+    summaries = report.summarize("table1", grids.table1(), results)
+    for row, cells in report.rows(summaries).items():
         found = ["not run" if x.best is None else f"{x.best:.2f}" for x in cells]
         paper = ["" if x.published is None else f" ({x.published:.1f})" for x in cells]
         lines.append((row, *report.sizes(cells), *map("".join, zip(found, paper, strict=True))))
+    runs = [x.runs for x in summaries]
     more = (
-        "Micro-F1 in percent, of 64 pairs, the best of the runs so far, which end when they reach 99.95; in brackets "
-        "the paper's. State: numbers that a layer keeps for a sequence."
+        "Micro-F1 in percent, of 64 pairs; in brackets the paper's. A number is the best of the runs so far, "
+        f"{min(runs)} to {max(runs)} of {summaries[0].planned}; the first that reaches 99.95 ends them. State: numbers "
+        "that a layer keeps for a sequence."
     )
     headings = ("", "parameters a layer", "state", *(f"{length:,} tokens" for length in grids.LENGTHS))
     return table(headings, lines), more, results

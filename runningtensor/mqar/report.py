@@ -220,7 +220,7 @@ def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bo
     console.print(table(left_out))
     meaning = {
         "best": "micro-F1 in percent over learning rates and seeds, a cell ends at 99.95",
-        "mean ± std": "over seeds, at the learning rate of the best",
+        "mean ± std": "over the seeds that were run to their end at the learning rate of the best",
         "ms/step": f"of training with {number(TIMED_TOKENS)} tokens, alone on the GPU (mqar sweep speed); "
         "the paper's is of validation",
     }
