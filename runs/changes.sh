@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What RunningTensor's recall at 4,096 tokens depends on, one change at a time. One GPU; stop it whenever you like.
+# What recall at 4,096 tokens depends on, one change at a time. One GPU; stop it whenever you like.
 set -euo pipefail
 out="${RESULTS:+$(realpath -m "$RESULTS")}"  # of where you are
 cd "$(dirname "$0")/.."

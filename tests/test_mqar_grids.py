@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import CALIBRATED_ON, CAPACITY, GRIDS, PROTOCOL, TABLE1, TABLE2, capacity, table1
+from runningtensor.mqar.grids import (
+    CALIBRATED_ON,
+    CAPACITY,
+    CONTROLS,
+    GRIDS,
+    PROTOCOL,
+    TABLE1,
+    TABLE2,
+    capacity,
+    table1,
+)
 from runningtensor.mqar.mixers import MIXERS
 
 REST = 3 * 128 * 384 + 2 * 128  # parameters of a layer that are not the mixer's
@@ -45,8 +55,13 @@ def test_capacity_has_orders_2_3_and_4_up_to_the_same_state():
         assert largest == pytest.approx(131_072, rel=0.1)
 
 
+def layers_alone(cells):
+    """But for those that are there to be like what others published."""
+    return [cell for cell in cells if not cell.row.endswith((*CONTROLS,))]
+
+
 def test_all_rows_have_one_protocol_and_differ_in_nothing_but_the_mixer():
-    for grid in (GRIDS["table1"](), GRIDS["table2"](), capacity()):
+    for grid in (GRIDS["table1"](), GRIDS["table2"](), layers_alone(capacity())):
         for length in (1024, 2048, 4096):
             same = [cell.runs for cell in grid if cell.length == length]
             assert len(same) > 3
@@ -74,7 +89,9 @@ def test_every_learning_rate_comes_once_before_any_again_but_the_smallest_of_the
 
 def test_capacity_begins_and_is_trained_as_the_tables_are():
     for name in ("schedule", "weight_decay", "embedding_std", "matrix_std"):
-        assert {getattr(run, name) for cell in capacity() for run in cell.runs} == {getattr(PROTOCOL, name)}
+        assert {getattr(run, name) for cell in layers_alone(capacity()) for run in cell.runs} == {
+            getattr(PROTOCOL, name)
+        }
 
 
 def test_the_shortest_length_comes_first():
@@ -97,13 +114,25 @@ def test_capacity_is_zoologys_mix():
 
 
 def test_each_change_is_one_change_of_the_same_run():
-    (base,), *others = (cell.runs for cell in GRIDS["changes"]())
-    assert base == next(
-        run for cell in table1() for run in cell.runs
-        if (cell.row, cell.length, run.lr, run.seed) == ("RunningTensor", 4096, 1e-3, 0)
-    )  # fmt: skip
-    for (run,) in others:
-        assert len([name for name, value in vars(run).items() if value != getattr(base, name)]) == 1
+    bases = {
+        cell.row: run for cell in table1() for run in cell.runs if (cell.length, run.lr, run.seed) == (4096, 1e-3, 0)
+    }
+    found = {row: [] for row in bases}
+    for cell in GRIDS["changes"]():
+        row, _, how = cell.row.partition(" · ")
+        (run,) = cell.runs
+        differ = [name for name, value in vars(run).items() if value != getattr(bases[row], name)]
+        assert len(differ) == (how != "as it stands")
+        found[row] += [how]
+    assert len(found.pop("RunningTensor")) == 10 and not found.pop("RunningTensor, r = k, u = q")
+    assert {tuple(hows) for hows in found.values()} == {("as it stands", "embeddings of 0.1", "matrices of 0.02")}
+
+
+def test_what_is_nearest_to_the_published_is_run_as_that_was_too():
+    rows = {cell.row: cell.runs for cell in capacity()}
+    for how, change in (("matrices of 0.02", {"matrix_std": 0.02}), ("float32", {"dtype": "float32"})):
+        nearest = rows["Gated DeltaNet, 131k state, no gate"]
+        assert rows[f"Gated DeltaNet, 131k state, no gate, {how}"] == tuple(replace(run, **change) for run in nearest)
 
 
 def test_nothing_with_a_tensor_state_is_calibrated_on():
