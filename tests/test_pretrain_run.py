@@ -157,6 +157,20 @@ def test_one_shard_is_gathered_once_a_step(data: Path) -> None:
         assert all(isinstance(p, DTensor) for p in lm.parameters())
 
 
+@pytest.mark.parametrize("model", ["running-tensor", "mamba-2"])
+def test_weight_decay_is_of_matrices_and_not_of_norms_rates_and_biases(data: Path, model: str) -> None:
+    stepped = []
+    for decay in (0.0, 0.5):
+        how = recipe(model=model, mlp=300, lr=0.1, weight_decay=decay)
+        with process_group(how) as (device, mesh):
+            trainer = Trainer(how, Shards(data, "train"), 1, device, mesh)
+            trainer.launch(0, stop=False)
+            stepped.append({name: p.full_tensor().clone() for name, p in trainer.parameters.items()})
+    plain, decayed = stepped
+    for name, p in plain.items():
+        assert torch.equal(p, decayed[name]) is (p.ndim < 2), name
+
+
 def test_layers_can_be_compiled(data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: made(self, backend="eager"))  # compiles in no time

@@ -51,7 +51,7 @@ class Recipe:
     schedule: str = "constant"  # or "cosine", to zero at `steps`
     warmup: int = 0  # steps in which the learning rate rises linearly
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of what has two dimensions
     clip: float = 0.01  # of the norm of the gradient
     dtype: str = "auto"  # that layers compute in: bfloat16 on CUDA, else float32. What the optimiser has is float32
     seed: int = 0  # of the weights and of the order of the data
