@@ -50,6 +50,30 @@ def test_a_run_that_was_stopped_and_went_on_is_the_run_that_never_stopped(steps,
     assert seconds == sorted(seconds)
 
 
+DRAWS = """
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        self.out, self.drop, self.norm = nn.Linear(d_model, d_model), nn.Dropout(0.3), nn.BatchNorm1d(d_model)
+
+    def forward(self, x):
+        return self.norm(self.drop(self.out(x.cumsum(1))).mT).mT
+"""
+
+
+def test_a_layer_of_ones_own_that_draws_and_keeps_averages_goes_on_too(path, monkeypatch):
+    (path.parent / "own_that_draws.py").write_text(DRAWS)
+    monkeypatch.syspath_prepend(path.parent)
+    how = run(**MIXED, mixer="own_that_draws:Layer", options={})
+    whole = last(train(how, CPU))
+    while not (result := stopped_after(3, how, path)).finished:
+        torch.manual_seed(7)  # whatever was drawn in between
+    assert scores(result) == scores(whole)
+
+
 def test_a_run_that_is_not_asked_to_stop_has_what_it_needs_after_every_test(path):
     how, steps = run(**MIXED), []
     for _ in train(how, CPU, kept=path):

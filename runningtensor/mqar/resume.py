@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 1  # to be raised when what is in the file, or what it means, changes
+FORMAT = 2  # to be raised when what is in the file, or what it means, changes
 NOTE = "NOTE "  # begins a line that a person should see
 
 

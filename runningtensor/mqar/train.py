@@ -220,7 +220,8 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """All that the steps after this one depend on, but the batches."""
         moments = [dict(self.optimizer.state[master]) for master in self.masters]
-        return {"masters": self.masters, "moments": moments, "health": [self.healthy, self.healthy_steps]}
+        health = [self.healthy, self.healthy_steps]
+        return {"masters": self.masters, "moments": moments, "buffers": [*self.model.buffers()], "health": health}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -229,8 +230,9 @@ class Trainer:
             master.copy_(saved)
             self.optimizer.state[master] = {name: moment.to(self.device) for name, moment in moments.items()}
         copy_all(self.parameters, self.masters)
-        for mine, saved in zip((self.healthy, self.healthy_steps), state["health"], strict=True):
-            mine.copy_(saved)
+        for name, all_mine in (("buffers", self.model.buffers()), ("health", (self.healthy, self.healthy_steps))):
+            for mine, saved in zip(all_mine, state[name], strict=True):
+                mine.copy_(saved)
 
 
 class Clock:
@@ -325,7 +327,10 @@ def train(
     batches = {task: Batch(task, run.sequences(task), device) for task in run.tasks}
     draws = {task: torch.Generator(device).manual_seed(1000 * run.seed + i) for i, task in enumerate(batches)}
     choice = torch.Generator().manual_seed(run.seed)  # on the host: which shape comes next must not wait for the device
-    generators = (choice, *draws.values())
+    generators = [choice, *draws.values(), torch.default_generator]  # the last is for layers that drop out
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
     begun, seconds, of = 0, 0.0, setting(trainer, result)
     if kept and (saved := resume.load(kept, of)):
         trainer.load(saved)
