@@ -13,7 +13,7 @@ from rich.console import Console
 
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import GRIDS, OF_LAYERS, TABLE1, TABLE2, Cell
+from runningtensor.mqar.grids import CONTROLS, GRIDS, OF_LAYERS, TABLE1, TABLE2, Cell
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, identity, to_json
 from runningtensor.mqar.sweep import Store, ordered, read, run_cells, sweep
 from runningtensor.mqar.workers import failure, kept
@@ -461,7 +461,8 @@ def test_a_row_of_ones_own_has_the_runs_of_the_others(tmp_path, monkeypatch):
         assert grid == [*GRIDS[name](), *wanted]
         for cell in wanted:
             for other in (other for other in GRIDS[name]() if other.length == cell.length):
-                assert cell.runs == tuple(replace(run, **mine) for run in other.runs)
+                alike = cell.runs == tuple(replace(run, **mine) for run in other.runs)
+                assert alike is not other.row.endswith((*CONTROLS,))  # which are as others have it
     sweep("table1", **mine, lengths=(2048,), rates=(1e-2,), runs=1, out=tmp_path)
     ((_, (cell,)),) = seen
     assert [(run.test.length, run.lr, run.seed) for run in cell.runs] == [(2048, 1e-2, 0)]
