@@ -301,6 +301,11 @@ def test_a_mixer_may_return_a_tensor_or_a_tuple_that_begins_with_one(own):
     assert torch.equal(*found)
 
 
+def test_options_are_those_that_are_read_again():
+    mine = run(options=TINY | {"key_dims": [6, 6]})
+    assert mine == run(options=TINY | {"key_dims": (6, 6)}) == from_json(to_json(training.Result(mine, 0, None))).run
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

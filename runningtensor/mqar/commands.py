@@ -36,14 +36,14 @@ FILE = Annotated[Path | None, typer.Option(help="A file, which gets one line mor
 GRAPH = Annotated[bool, typer.Option(help="On CUDA: a step as one CUDA graph.")]
 
 
-def parsed(options: str) -> dict[str, object]:
+def options_from(options: str) -> dict[str, object]:
     try:
         chosen = json.loads(options)
     except ValueError:
         chosen = None
     if not isinstance(chosen, dict):
         raise ValueError(f"options must be a JSON object, but were {options!r}")
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()}
+    return chosen
 
 
 def look_here(mixer: str) -> None:
@@ -98,7 +98,7 @@ def train(
     test = Task(length, pairs, vocab_size, random_filler=random_filler)
     run = Run(
         mixer,
-        parsed(options),
+        options_from(options),
         tuple(map(task, train_on.split(","))) if train_on else (test,),
         test,
         lr=lr,
@@ -133,6 +133,7 @@ def repeat(
     from runningtensor.bench.provenance import provenance
     from runningtensor.mqar.record import identity, told_apart
     from runningtensor.mqar.sweep import read
+    from runningtensor.ops.selfcheck import default_device
 
     if not results.is_file():
         raise ValueError(f"results must be a file, but {results} is none")
@@ -144,7 +145,7 @@ def repeat(
         ((_, result),) = found.items()
         import torch
 
-        here = provenance(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))).device
+        here = provenance(torch.device(device) if device else default_device()).device
         if (there := result.origin.get("device")) != here:
             aside.print(
                 f"It was run on {there}, in {result.dtype}. On {here} batches, and with --dtype auto the dtype, may "
@@ -244,7 +245,7 @@ def sweep(
         lengths=length or (),
         only=only,
         mixer=mixer,
-        options=parsed(options),
+        options=options_from(options),
         rates=lr or (),
         runs=runs,
         ray=ray,

@@ -1,6 +1,5 @@
 """The paper's tables as Python functions: each gives its cells, and a cell its runs, in the order to run them in."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,12 +160,13 @@ def changes() -> list[Cell]:
     """What recall at the longest length depends on, one change at a time: RunningTensor's on many things, the others'
     on how models begin."""
     others = [row for row, (mixer, _) in TABLE1.items() if not mixer.startswith("running_tensor")]
-    return [
-        cell(f"{row} · {how}", mixer, options | more, max(LENGTHS), protocol)
-        for row, hows in {"RunningTensor": tuple(CHANGES), **dict.fromkeys(others, BEGINNINGS)}.items()
-        for how in hows
-        for (mixer, options), (more, protocol) in [(TABLE1[row], CHANGES[how])]
-    ]
+    asked = {"RunningTensor": tuple(CHANGES), **dict.fromkeys(others, BEGINNINGS)}
+    return [changed(row, how) for row, hows in asked.items() for how in hows]
+
+
+def changed(row: str, how: str) -> Cell:
+    (mixer, options), (more, protocol) = TABLE1[row], CHANGES[how]
+    return cell(f"{row} · {how}", mixer, options | more, max(LENGTHS), protocol)
 
 
 def speed() -> list[Cell]:
@@ -191,8 +191,7 @@ def capacity() -> list[Cell]:
     test, *also = (Task(length, length // 4) for length in LENGTHS)
     batch, epochs = 256, 4
     steps = epochs * 20_000 * sum(counts.values()) // batch
-    unlike = [(f"{NEAREST}, {how}", CAPACITY[NEAREST], change) for how, change in CONTROLS.items()]
-    return [
+    cells = [
         Cell(
             name,
             length,
@@ -209,18 +208,25 @@ def capacity() -> list[Cell]:
                     schedule=PROTOCOL.schedule,
                     weight_decay=PROTOCOL.weight_decay,
                     embedding_std=PROTOCOL.embedding_std,
+                    matrix_std=PROTOCOL.matrix_std,
                     test_every=steps // 8,
                     test_count=128,
                     stop_at=GOOD_ENOUGH,
-                    **{"matrix_std": PROTOCOL.matrix_std} | change,
                 )
                 for seed in PROTOCOL.seeds
                 for lr in (1e-2, 2.15e-3, 1e-3, 4.64e-4)  # zoology's, with 1e-3 in place of 1e-4
             ),
         )
         for length in LENGTHS
-        for name, row, change in (*((name, row, {}) for name, row in CAPACITY.items()), *unlike)
+        for name, row in CAPACITY.items()
     ]
+    controls = [
+        Cell(f"{NEAREST}, {how}", cell.length, tuple(replace(run, **change) for run in cell.runs))
+        for cell in cells
+        if cell.row == NEAREST
+        for how, change in CONTROLS.items()
+    ]
+    return [*cells, *controls]
 
 
 def cell(name: str, mixer: str, options: dict[str, object], length: int, protocol: Protocol) -> Cell:
@@ -250,13 +256,12 @@ def cell(name: str, mixer: str, options: dict[str, object], length: int, protoco
 
 def with_row(cells: Sequence[Cell], mixer: str, options: dict[str, object]) -> list[Cell]:
     """And a row more, of another layer: in each length's runs, it is in the place of that of the first row."""
-    first = {cell.length: cell for cell in reversed(cells)}
-    runs = {length: [replace(run, mixer=mixer, options=options) for run in cell.runs] for length, cell in first.items()}
-    return [*cells, *(Cell(row_of(mixer, options), length, tuple(runs[length])) for length in sorted(runs))]
-
-
-def row_of(mixer: str, options: dict[str, object]) -> str:
-    return f"{mixer} {json.dumps(options)}" if options else mixer
+    more = []
+    for length in dict.fromkeys(cell.length for cell in cells):
+        first = next(cell for cell in cells if cell.length == length)
+        runs = tuple(replace(run, mixer=mixer, options=options) for run in first.runs)
+        more.append(Cell(runs[0].layer, length, runs))
+    return [*cells, *more]
 
 
 GRIDS: dict[str, Callable[[], list[Cell]]] = {

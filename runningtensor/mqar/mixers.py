@@ -50,7 +50,7 @@ class Own(nn.Module):
         super().__init__()
         self.layer, self.state_floats = layer, getattr(layer, "state_floats", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor]:
         # No cache: what a CUDA graph repeats must include the copies of the weights.
         with torch.autocast(x.device.type, torch.bfloat16, x.dtype == torch.bfloat16, cache_enabled=False):
             mixed = self.layer(x.float())
@@ -62,7 +62,7 @@ class Own(nn.Module):
             )
         if mixed.shape != x.shape:  # it would be broadcast
             raise ValueError(f"mixer must return as much as it was given, {[*x.shape]}, but it was {[*mixed.shape]}")
-        return mixed.to(x.dtype)
+        return (mixed.to(x.dtype),)
 
 
 def mixer(name: str, d_model: int, options: dict[str, object]) -> nn.Module:

@@ -48,6 +48,8 @@ class Run:
     warm_up: int | None = None  # steps, of a cosine; None: 100, or a tenth of all if that is less
 
     def __post_init__(self) -> None:
+        options = {name: tuple(x) if isinstance(x, list) else x for name, x in self.options.items()}  # as JSON has them
+        object.__setattr__(self, "options", options)
         for name, value, known in (
             *([("mixer", self.mixer, MIXERS)] if ":" not in self.mixer else []),  # which may not be here
             ("schedule", self.schedule, SCHEDULES),
@@ -79,6 +81,10 @@ class Run:
             raise ValueError(f"stop_at must be from 0 to 1, or at most 2 for never, but was {self.stop_at}")
         if self.warm_up is not None and self.warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, or None, but was {self.warm_up}")
+
+    @property
+    def layer(self) -> str:
+        return f"{self.mixer} {json.dumps(self.options)}" if self.options else self.mixer
 
     @property
     def tests(self) -> tuple[Task, ...]:
@@ -169,8 +175,7 @@ def told_apart(runs: Sequence[Run]) -> list[str]:
     return [
         " · ".join(
             (
-                run.mixer + (f" {json.dumps(run.options)}" if run.options else ""),
-                *(word((run.test,)), f"lr {run.lr:g}", f"seed {run.seed}"),
+                *(run.layer, word((run.test,)), f"lr {run.lr:g}", f"seed {run.seed}"),
                 *(f"{name} {word(getattr(run, name))}" for name in differ),
             )
         )
@@ -222,8 +227,7 @@ def run_from(record: dict[str, Any]) -> Run:
     tasks: dict[str, Any] = {
         name: tuple(Task(**task) for task in record[name]) for name in ("tasks", "also") if name in record
     }
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in record["options"].items()}
-    return Run(**record | tasks | {"options": options, "test": Task(**record["test"])})
+    return Run(**record | tasks | {"test": Task(**record["test"])})
 
 
 def point_from(record: dict[str, Any]) -> Point:

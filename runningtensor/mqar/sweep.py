@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.bench.provenance import cores
-from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, OF_LAYERS, Cell, row_of, with_row
+from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, OF_LAYERS, Cell, with_row
 from runningtensor.mqar.mixers import mixer as built
 from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
@@ -207,8 +207,9 @@ def sweep(
     if mixer:
         if only or name not in OF_LAYERS:
             raise ValueError(f"mixer must be without only, and with {', '.join(OF_LAYERS)}, but was {mixer!r}")
-        grid, only = with_row(grid, mixer, options), row_of(mixer, options)
-        built(mixer, grid[-1].runs[0].d_model, options)  # what cannot be made is better known now
+        grid = with_row(grid, mixer, options)
+        only, run = grid[-1].row, grid[-1].runs[0]
+        built(run.mixer, run.d_model, run.options)  # what cannot be made is better known now
     elif options:
         raise ValueError(f"options must be those of a mixer, and none was named, but were {options}")
     rows = [cell.row for cell in grid if only in cell.row]

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, embedding, silu
 
 from runningtensor.bench.provenance import provenance
 from runningtensor.layers.baselines import RMSNorm
+from runningtensor.layers.decay import decay_groups
 from runningtensor.layers.projections import OneLinear
 from runningtensor.mqar import resume
 from runningtensor.mqar.data import Task, validation
@@ -35,8 +36,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.mixer(self.mixer_norm(x))
-        x = x + (mixed if isinstance(mixed, Tensor) else mixed[0])  # layers of models return more
+        x = x + self.mixer(self.mixer_norm(x))[0]  # layers of models return more
         y = self.mlp_norm(x)
         return x + self.down(silu(self.gate(y)) * self.up(y))
 
@@ -154,11 +154,8 @@ class Trainer:
                 p.data = master  # no copy of it is needed
 
         self.rate = torch.zeros((), device=device)  # in memory, where a graph reads it
-        # What has one dimension, norms, rates and biases, is not pulled to zero.
-        groups = [[p for p in self.masters if (p.ndim >= 2) is matrices] for matrices in (True, False)]
-        decays = (run.weight_decay, 0.0)
         self.optimizer = torch.optim.AdamW(
-            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
+            decay_groups(self.masters, run.weight_decay),
             lr=self.rate,
             fused=True,
             capturable=device.type == "cuda",

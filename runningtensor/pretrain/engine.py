@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from runningtensor.layers.decay import decay_groups
 from runningtensor.models import RunningTensorConfig, RunningTensorForCausalLM
 from runningtensor.ops.interface import known_packing
 from runningtensor.pretrain.data import IGNORE, Packed, Shards, pack
@@ -181,15 +182,9 @@ class Trainer:
         self.config = configuration(recipe, train.vocab_size, train.eos)
         self.model: Any = build(self.config, recipe, device, mesh)
         self.parameters = dict(self.model.lm.named_parameters())
-        # What has one dimension, norms, rates and biases, is not pulled to zero.
-        groups = [[p for p in self.parameters.values() if (p.ndim >= 2) is matrices] for matrices in (True, False)]
-        decays = (recipe.weight_decay, 0.0)
         # Fused, for it can leave a step out by a number on the device, which nobody has to wait for.
         self.optimizer: Any = torch.optim.AdamW(
-            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
-            recipe.lr,
-            recipe.betas,
-            fused=True,
+            decay_groups(self.parameters.values(), recipe.weight_decay), recipe.lr, recipe.betas, fused=True
         )
         for p in self.parameters.values():  # as it would itself at the first step: a checkpoint is read into these
             self.optimizer.state[p] = {
