@@ -285,9 +285,9 @@ def reported(name: str, title: str, results: list[Result]) -> Text:
     printed, results = io.StringIO(), planned(name, results)
     summaries = report.summarize(name, grids.GRIDS[name](), results, sweep.read(RESULTS / "mqar/speed.jsonl"))
     report.show(name, summaries, Console(file=printed, width=1000, force_terminal=False), markdown=True)
-    *lines, legend = filter(None, map(str.strip, printed.getvalue().splitlines()))
+    lines, _, legend = printed.getvalue().partition("\n\n")
     figure = f"\n\n![{title}](../results/mqar/{name}.png)" if (RESULTS / f"mqar/{name}.png").exists() else ""
-    return f"## {title}\n\n" + "\n".join(lines) + figure, legend, results
+    return f"## {title}\n\n" + lines + figure, legend, results
 
 
 def calibration(results: list[Result]) -> Text:

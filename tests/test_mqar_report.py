@@ -1,5 +1,6 @@
 """A report says what was run, beside what was published, and nothing else."""
 
+import re
 import sys
 from dataclasses import replace
 from io import StringIO
@@ -13,7 +14,7 @@ from runningtensor.cli import app
 from runningtensor.mqar import figures
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import TABLE1, Cell, capacity, changes, speed, table1
+from runningtensor.mqar.grids import LENGTHS, TABLE1, Cell, capacity, changes, speed, table1, table2
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, now, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store
@@ -87,7 +88,7 @@ def test_seeds_have_a_mean_and_a_spread_and_one_has_no_spread(tmp_path):
         *(result(chosen(gated, 1e-3, seed), 0.7 + seed / 10) for seed in (0, 1)),
     ]
     text, _ = printed("table1", found, tmp_path)
-    assert " 50.00 (1) " in text and " 75.00 ± 7.07 (2) " in text
+    assert "50.00" in text and "75.00 ± 7.07 (2)" in text and len(re.findall(r"\d ± \d", text)) == 1
 
 
 def test_what_was_not_run_or_only_failed_is_missing():
@@ -108,22 +109,25 @@ def test_the_table_shows_both_and_says_what_is_missing(tmp_path):
     (tmp_path / "speed.jsonl").write_text(to_json(result(timed.runs[0], 0.0, ms=4.0)) + "\n")
     text, _ = printed("table1", [result(tensor.runs[0], 0.98765, parameters=175_475, state_floats=120_000)], tmp_path)
     line = next(line for line in text.splitlines() if line.strip().startswith("RunningTensor "))
-    for word in ("175,475", "120,000", "1,024", "100.0", "98.77", "50.00", "0.001", "4.0", "1 of 9"):
+    for word in ("175,475", "120,000", "98.77 (100.0)", "0.001", "4.0", "1, 0, 0 of 9", "not run (100.0)"):
         assert word in line
-    assert text.count("missing") == len(table1()) - 1
+    assert all(f"{length:,} tokens" in text for length in LENGTHS) and "(934k)" in text and "(333.5)" in text
+    alone = [row for row in TABLE1 if row not in PUBLISHED["table1"]]
+    assert text.count("not run (") == len(LENGTHS) * len(PUBLISHED["table1"]) - 1
+    assert f"Not run: {'; '.join(alone)}." in text
+    assert "macro-F1 differs by 48.8 at most" in text
     assert "1 runs on NVIDIA H200, torch 2.13.0, commit abc1234" in text
-    assert "paper: 934k, 333.5 ms" in text
 
 
-@pytest.mark.parametrize("width", (80, 100, 120))
+@pytest.mark.parametrize("width", (80, 100, 120, 140))
 def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(tmp_path, width):
     text, _ = printed("table1", [result(cell("RunningTensor").runs[0], 0.98765)], tmp_path, width)
     line = next(line for line in text.splitlines() if line.strip().startswith("RunningTensor "))
-    shown = line.split()[1:]
+    shown, heading = line.split()[1:], text.splitlines()[1].split()
     assert "98.77" in shown and "…" not in text and max(map(len, text.splitlines())) <= width
-    left_out = [word for word in ("macro-F1", "lr", "mean ± std") if f" {word} " not in text.splitlines()[1]]
-    assert bool(left_out) == (width <= 100) == ("make this terminal wider" in text)
-    assert "ms/step" not in text  # there is none
+    left_out = [word for word in ("lr", "runs", "parameters", "ms/step", "state") if word not in heading]
+    assert bool(left_out) == (width < 140) == ("make this terminal wider" in text)
+    assert not left_out or f"For {', '.join(left_out)}, make" in text
 
 
 def test_a_time_is_of_the_same_layer_in_the_same_dtype(tmp_path):
@@ -131,11 +135,9 @@ def test_a_time_is_of_the_same_layer_in_the_same_dtype(tmp_path):
     (tmp_path / "speed.jsonl").write_text(to_json(result(timed.runs[0], 0.0, ms=4.0)) + "\n")
     hows = ("as it stands", "sigmoid gate", "float32")
     found = [result(x.runs[0], 0.9) for x in changes() if x.row in [f"RunningTensor · {how}" for how in hows]]
-    text, _ = printed("changes", found, tmp_path)
-    shown = [line for line in text.splitlines() if "90.00" in line]
-    assert len(shown) == 3 and [line for line in shown if " 4.0 " in line] == [
-        line for line in shown if "as it stands" in line
-    ]
+    _, summaries = printed("changes", found, tmp_path)
+    times = {s.row.partition(" · ")[2]: s.ms_a_step for s in summaries if s.best is not None}
+    assert times == {"as it stands": 4.0, "sigmoid gate": None, "float32": None}
 
 
 def test_a_run_that_is_there_twice_is_one_run(tmp_path):
@@ -160,7 +162,7 @@ def test_results_of_another_protocol_are_left_out_and_this_is_said(tmp_path):
 
 def test_of_speed_nothing_is_said_but_times(tmp_path):
     text, _ = printed("speed", [result(speed()[0].runs[0], 0.07, ms=4.0)], tmp_path)
-    assert " 4.0 " in text and "micro-F1" not in text and "best" not in text and not (tmp_path / "speed.png").exists()
+    assert " 4.0 " in text and "micro-F1" not in text and "lr" not in text and not (tmp_path / "speed.png").exists()
 
 
 def test_the_published_numbers_are_shown_where_nothing_of_ours_stands_beside_them(tmp_path):
@@ -169,9 +171,11 @@ def test_the_published_numbers_are_shown_where_nothing_of_ours_stands_beside_the
 
 
 def test_markdown_is_markdown(tmp_path):
-    text, _ = printed("table2", [], tmp_path, markdown=True)
+    runs = [run for cell in table2()[:1] for run in cell.runs if run.lr == 1e-3]
+    text, _ = printed("table2", [result(run, 0.5 + run.seed / 10) for run in runs], tmp_path, markdown=True)
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 30 and len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + 10 and len({line.count("|") for line in lines}) == 1
+    assert "| 70.00 (100.0)<br>60.00 ± 10.00 (3) | not run (100.0) | not run (100.0) |" in lines[2]
 
 
 @pytest.mark.parametrize("name", ("table1", "capacity", "calibration"))

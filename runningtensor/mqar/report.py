@@ -1,13 +1,13 @@
 """The tables: what the paper says beside what was found, and their figures. What was not run is shown as not run."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
-from rich.box import MARKDOWN, SIMPLE
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -52,10 +52,13 @@ PUBLISHED = {
     "table1": TABLE1,
     "table2": TABLE2,
     "capacity": CAPACITY,
-    "calibration": TABLE1,
-    "changes": {f"{row} · as it stands": known for row, known in TABLE1.items()},
+    "calibration": {row: Published(known.f1) for row, known in TABLE1.items()},
+    "changes": {f"{row} · as it stands": Published(known.f1) for row, known in TABLE1.items()},
     "speed": {},
 }
+
+
+NAME = 18  # columns that a row's name has at least
 
 
 @dataclass(frozen=True)
@@ -181,52 +184,72 @@ def report(
     return summaries
 
 
-def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bool) -> None:
-    source = "published" if name == "capacity" else "paper"
-    headings = ["", "parameters", "state", "T", source, "best", "mean ± std", "macro-F1", "lr", "ms/step", "runs"]
-    lines: list[tuple[Sequence[str], bool]] = []  # and whether a row of the paper's table ends here
-    by_row = rows(summaries)
-    for row, of_row in by_row.items():
-        if name == "capacity" and not any(s.runs or s.published for s in of_row):  # the same runs at every length
-            lines.append(((row, *[""] * 4, "missing", *[""] * 4, cells_of(of_row[0])[-1]), True))
-            continue
-        for i, line in enumerate(of_row):
-            head = (row, *sizes(of_row)) if i == 0 else (words(said(name, row)) if i == 1 else "", "", "")
-            lines.append(((*head, *cells_of(line)), i == len(of_row) - 1))
-    alone = [
-        row for row in PUBLISHED[name] if name == "capacity" and row not in by_row
-    ]  # with nothing of ours beside it
-    for row in alone:
-        for i, (length, value) in enumerate(zip(LENGTHS, PUBLISHED[name][row].f1, strict=True)):
-            lines.append(((row if i == 0 else "", "", "", number(length), f"{value:.1f}", *[""] * 6), False))
+def show(name: str, summaries: Sequence[Summary], console: Console, markdown: bool = False) -> None:
+    headings, lines = laid_out(name, summaries)
+    if markdown:
+        for line in (headings, ["---"] * len(headings), *lines):
+            print("|", " | ".join(line).replace("\n", "<br>").replace("  ", " "), "|", file=console.file)
+        print(file=console.file)
+    else:
+        show_fitted(headings, lines, console)
+    console.print(legend(name, summaries), highlight=False)
+    if nothing := [row for row, cells in rows(summaries).items() if not begun(cells)]:
+        console.print(escape(f"Not run: {'; '.join(nothing)}."), highlight=False)
 
-    def table(left_out: Sequence[str]) -> Table:
-        shown = [i for i, heading in enumerate(headings) if heading not in left_out]
-        made = Table(*(headings[i] for i in shown), box=MARKDOWN if markdown else SIMPLE, pad_edge=markdown)
-        for column in made.columns[1:]:
-            column.justify = "right"
-        for line, ends in lines:
-            made.add_row(*(line[i] for i in shown), end_section=ends and not markdown)
-        return made
 
-    empty = [] if any(s.ms_a_step is not None for s in summaries) else ["ms/step"]
-    if name == "speed":  # nothing is learnt in so few steps
-        empty += [source, "best", "mean ± std", "macro-F1", "lr"]
-    left_out = [*empty]
-    spare = ["macro-F1", "lr", "mean ± std", "parameters", "ms/step", "state"]
+def laid_out(name: str, summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines: a row of the paper's table is one, with its lengths beside each other."""
+    by_row = {row: cells for row, cells in rows(summaries).items() if begun(cells)}
+    for row in CAPACITY if name == "capacity" else ():  # others' that nothing of ours stands beside
+        by_row.setdefault(row, [Summary(row, *both) for both in zip(LENGTHS, CAPACITY[row].f1, strict=True)])
+    headings = ["", "parameters", "state", "ms/step", "runs", "lr"]
+    headings += [f"{number(length)} tokens" for length in dict.fromkeys(x.length for x in summaries)]
+    lines = []
+    for row, cells in by_row.items():
+        published, (parameters, state) = said(name, row) or Published((0, 0, 0)), sizes(cells)
+        times = once(f"{x.ms_a_step:.1f}" for x in cells if x.ms_a_step is not None)
+        line = [row, beside(parameters, published.parameters, "\n"), state, beside(times, published.ms_a_step, "\n")]
+        line += [runs_of(cells), once(f"{x.lr:g}" for x in cells if x.lr is not None)]
+        lines.append([*line, *map(time_of if name == "speed" else recall_of, cells)])
+    unsaid = ("ms/step", "lr") if name == "speed" else ()  # nothing is learnt in so few steps
+    shown = [i for i, x in enumerate(headings) if not i or (x not in unsaid and any(line[i] for line in lines))]
+    return [headings[i] for i in shown], [[line[i] for i in shown] for line in lines]
+
+
+def show_fitted(headings: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
+    """Names may be broken, and numbers may not: where there is no room for all columns, some are left out."""
+    spare = [x for x in ("lr", "runs", "parameters", "ms/step", "state") if x in headings]
+    spilt = max([0, *(len(line[0]) - NAME for line in lines)])  # of names, if they are broken
     unbounded = console.options.update(width=1000)
-    while console.measure(table(left_out), options=unbounded).maximum > console.width and spare:
+    left_out: list[str] = []
+    while True:
+        table = Table(box=SIMPLE, pad_edge=False, show_lines=True)
+        shown = [i for i, heading in enumerate(headings) if heading not in left_out]
+        for i in shown:
+            table.add_column(headings[i], justify="right" if i else "left", no_wrap=i > 0)
+        for line in lines:
+            table.add_row(*(escape(line[i]) for i in shown))
+        if not spare or console.measure(table, options=unbounded).maximum - spilt <= console.width:
+            break
         left_out.append(spare.pop(0))
-    console.print(table(left_out))
-    meaning = {
-        "best": "micro-F1 in percent over learning rates and seeds, a cell ends at 99.95",
-        "mean ± std": "over the seeds that were run to their end at the learning rate of the best",
-        "ms/step": f"of training with {number(TIMED_TOKENS)} tokens, alone on the GPU (mqar sweep speed); "
-        "the paper's is of validation",
-    }
-    console.print("; ".join(f"{word}: {said}" for word, said in meaning.items() if word not in left_out) + ".")
-    if narrow := [word for word in left_out if word not in empty]:
-        console.print(f"For {', '.join(narrow)}, make this terminal wider.")
+    console.print(table)
+    if left_out:
+        console.print(f"For {', '.join(left_out)}, make this terminal wider.")
+
+
+def legend(name: str, summaries: Sequence[Summary]) -> str:
+    time = f"of training with {number(TIMED_TOKENS)} tokens, alone on the GPU"
+    if name == "speed":
+        return f"Milliseconds of a step {time}."
+    whose = "published elsewhere" if name == "capacity" else "the paper's"
+    said = [f"A cell: the best micro-F1 of its runs in percent, which end at 99.95, in brackets {whose}"]
+    if any(len(x.seeds) > 1 for x in summaries):
+        said.append("below it mean ± std of (so many) seeds that were run to their end at the rate of the best")
+    if apart := [abs(x.best - x.macro_f1) for x in summaries if x.best is not None and x.macro_f1 is not None]:
+        said.append(f"macro-F1 differs by {max(apart):.1f} at most")
+    if any(x.ms_a_step is not None for x in summaries):
+        said.append(f"ms/step: {time}, the paper's of validation")
+    return "; ".join(said) + "."
 
 
 def rows(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
@@ -237,24 +260,40 @@ def rows(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return found
 
 
-def cells_of(s: Summary) -> list[str]:
-    paper = "" if s.published is None else f"{s.published:.1f}"
-    runs = f"{s.runs} of {s.planned}"
-    runs += f", {s.failed} failed" if s.failed else ""
-    if s.best is None or s.macro_f1 is None:
-        return [number(s.length), paper, "missing", "", "", "", "", runs]
-    spread = f" ± {stdev(s.seeds):.2f}" if len(s.seeds) > 1 else ""
-    around = f"{mean(s.seeds):.2f}{spread} ({len(s.seeds)})"
-    time = "" if s.ms_a_step is None else f"{s.ms_a_step:.1f}"
-    return [number(s.length), paper, f"{s.best:.2f}", around, f"{s.macro_f1:.2f}", f"{s.lr:g}", time, runs]
+def begun(cells: Sequence[Summary]) -> bool:
+    """Whether there is anything to show of a row."""
+    return any(x.runs or x.published is not None for x in cells)
+
+
+def recall_of(s: Summary) -> str:
+    best = f"{s.best:.2f}" if s.best is not None else "not run" if s.planned else ""
+    spread = f"\n{mean(s.seeds):.2f} ± {stdev(s.seeds):.2f} ({len(s.seeds)})" if len(s.seeds) > 1 else ""
+    return beside(best, None if s.published is None else f"{s.published:.1f}") + spread
+
+
+def time_of(s: Summary) -> str:
+    return "not run" if s.ms_a_step is None else f"{s.ms_a_step:.1f}"
+
+
+def runs_of(cells: Sequence[Summary]) -> str:
+    if not cells[0].planned:
+        return ""
+    failed = sum(x.failed for x in cells)
+    return once(str(x.runs) for x in cells) + f" of {cells[0].planned}" + (f"\n{failed} failed" if failed else "")
+
+
+def beside(ours: str, published: object, between: str = " ") -> str:
+    return ours if published in (None, "") else f"{ours}{between}({published})".strip()
+
+
+def once(values: Iterable[str]) -> str:
+    """All, or one where all are alike."""
+    found = [*values]
+    return ", ".join(found if len(set(found)) > 1 else found[:1])
 
 
 def number(n: int | None) -> str:
     return "" if n is None else f"{n:,}"
-
-
-def words(known: Published | None) -> str:
-    return f"  paper: {known.parameters}, {known.ms_a_step} ms" if known and known.ms_a_step else ""
 
 
 def sizes(lines: Sequence[Summary]) -> tuple[str, str]:
@@ -279,7 +318,8 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
     from runningtensor.mqar.figures import plot_capacity, plot_recall
 
     if name != "capacity":
-        lines = [(s.row, s.length, s.published, s.best, s.seeds) for s in summaries]
+        shown = [s for cells in rows(summaries).values() if begun(cells) for s in cells]
+        lines = [(s.row, s.length, s.published, s.best, s.seeds) for s in shown]
         plot_recall(lines, figure, "Recall (micro-F1, %), the best run of each", caption)
         return figure
     points = [(series(s.row), s.length, s.state_floats, s.seeds) for s in summaries if s.seeds and s.state_floats]
