@@ -14,7 +14,7 @@ from runningtensor.cli import app
 from runningtensor.mqar import figures
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import LENGTHS, TABLE1, Cell, capacity, changes, speed, table1, table2
+from runningtensor.mqar.grids import LENGTHS, TABLE1, Cell, calibration, capacity, changes, speed, table1, table2
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, now, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store
@@ -158,6 +158,13 @@ def test_results_of_another_protocol_are_left_out_and_this_is_said(tmp_path):
     assert "1 results of" in text and "another protocol and are left out" in text
     drafts, _ = printed("calibration", [result(replace(cell("Attention").runs[0], steps=7), 0.9)], tmp_path)
     assert "another protocol and are in the figure alone" in drafts
+
+
+def test_of_the_calibration_what_was_not_tried_is_no_row(tmp_path):
+    tried = next(cell for cell in calibration() if cell.row == "Attention · no weight decay" and cell.length == 2048)
+    text, summaries = printed("calibration", [result(tried.runs[0], 0.9)], tmp_path)
+    assert [s.row for s in summaries] == ["Attention · no weight decay"] * len(LENGTHS)
+    assert "90.00 (99.9)" in text and "Not run" not in text
 
 
 def test_of_speed_nothing_is_said_but_times(tmp_path):

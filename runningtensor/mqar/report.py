@@ -163,7 +163,7 @@ def report(
     cells = with_others(cells, own) if name in OF_LAYERS else cells
     summaries = summarize(name, cells, results, read(out / "speed.jsonl"))
     if name == "calibration":  # what it might have been is much, and not all of it is worth a run
-        summaries = [summary for summary in summaries if summary.runs]
+        summaries = [cell for of_row in rows(summaries).values() if any(x.runs for x in of_row) for cell in of_row]
     show(name, summaries, console, markdown)
     planned = {identity(run) for cell in cells for run in cell.runs}
     found = {identity(result.run): result for result in results}  # one that is there twice counts last
