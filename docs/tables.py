@@ -280,6 +280,22 @@ def recall(results: list[Result]) -> Text:
     return table(headings, lines), more, results
 
 
+def done(results: list[Result]) -> Text:
+    """How much of the paper's grids there is."""
+    titles = {"table1": "Table 1", "table2": "Table 2", "capacity": "recall against size"}
+    lines, used = [], {}
+    for name, title in titles.items():
+        mine = {identity(result.run): result for result in planned(name, results) if result.curve}
+        all_runs = {identity(run) for cell in grids.GRIDS[name]() for run in cell.runs}
+        cells = report.summarize(name, grids.GRIDS[name](), [*mine.values()])
+        begun = sum(x.best is not None for x in cells)
+        complete = sum((x.best or 0) >= 100 * grids.GOOD_ENOUGH for x in cells)
+        lines.append((title, f"{len(mine)} of {len(all_runs)}", f"{begun} of {len(cells)}", str(complete)))
+        used |= mine
+    headings = ("", "runs", "cells with a run", "cells with one of 99.95, which need no more")
+    return table(headings, lines), "", [*used.values()]
+
+
 def reported(name: str, title: str, results: list[Result]) -> Text:
     """As `runningtensor mqar report` has it, with its figure."""
     printed, results = io.StringIO(), planned(name, results)
@@ -331,6 +347,7 @@ def csv(kind: type) -> Callable[[Path], list[Any]]:
 TABLES: dict[str, tuple[str, Callable[[Path], list[Any]], Callable[[Any], Text]]] = {  # file, its reader, what is made
     "demo": ("mqar/demo.csv", csv(demo.Row), race),
     "recall": ("mqar/table1.jsonl", sweep.known, recall),
+    "progress": ("mqar/table1.jsonl", sweep.known, done),
     "ops_cpu": ("bench/ops_cpu.csv", csv(provenance.Row), ops_cpu),
     "ops_gpu": ("bench/ops_gpu.csv", csv(ops_gpu.GpuRow), ops_on_gpu),
     "errors": ("bench/errors_gpu.csv", csv(errors.Row), largest_errors),
