@@ -1,6 +1,7 @@
 """The grids are the paper's: their rows, their states, and one protocol for all."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,8 @@ from runningtensor.mqar.grids import (
     table1,
 )
 from runningtensor.mqar.mixers import MIXERS
+from runningtensor.mqar.record import identity
+from runningtensor.mqar.sweep import read
 
 REST = 3 * 128 * 384 + 2 * 128  # parameters of a layer that are not the mixer's
 SIZES = {  # parameters of a layer, floats of its state
@@ -126,6 +129,24 @@ def test_each_change_is_one_change_of_the_same_run():
         found[row] += [how]
     assert len(found.pop("RunningTensor")) == 10 and not found.pop("RunningTensor, r = k, u = q")
     assert {tuple(hows) for hows in found.values()} == {("as it stands", "embeddings of 0.1", "matrices of 0.02")}
+
+
+def test_rows_of_the_small_task_are_one_change_each():
+    rows = {cell.row: cell.runs for cell in GRIDS["gate"]()}
+    for row, runs in rows.items():
+        base = rows[row.partition(",")[0]]
+        differ = {
+            name for x, y in zip(runs, base, strict=True) for name in vars(x) if getattr(x, name) != getattr(y, name)
+        }
+        assert len(differ) == (runs is not base)
+    assert len({tuple(map(identity, runs)) for runs in rows.values()}) == len(rows)
+
+
+def test_what_is_known_of_the_small_task_counts():
+    """A run of long ago is the same as one of this grid: of what the file holds, all but two runs of width 128."""
+    planned = {identity(run) for cell in GRIDS["gate"]() for run in cell.runs}
+    found = read(Path(__file__).parents[1] / "results/mqar/gate.jsonl")
+    assert {result.run.d_model for result in found if identity(result.run) not in planned} == {128}
 
 
 def test_what_is_nearest_to_the_published_is_run_as_that_was_too():

@@ -26,6 +26,7 @@ class Grid(StrEnum):
     capacity = "capacity"
     calibration = "calibration"
     changes = "changes"
+    gate = "gate"
     speed = "speed"
 
 

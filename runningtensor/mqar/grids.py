@@ -13,6 +13,8 @@ class Protocol:
     """What the paper leaves open. Every row of every table has it from here."""
 
     pairs: int = 64  # in the test
+    vocab_size: int = 8192
+    d_model: int = 128
     # Trained on these, tokens and pairs, and on the test's pairs in lengths doubled from `doubled_from` to its own.
     short: tuple[tuple[int, int], ...] = ((64, 4), (128, 8), (256, 16), (256, 32), (256, 64))
     doubled_from: int = 512
@@ -38,7 +40,7 @@ class Protocol:
         return tuple(self.task(*both) for both in (*self.short, *longer))
 
     def task(self, length: int, pairs: int) -> Task:
-        return Task(length, pairs, random_filler=self.random_filler)
+        return Task(length, pairs, self.vocab_size, random_filler=self.random_filler)
 
     @property
     def trials(self) -> list[tuple[int, float]]:
@@ -125,6 +127,34 @@ CHANGES: dict[str, tuple[dict[str, object], Protocol]] = {
     "sigmoid gate": (SIGMOID, ONE),
     "float32": ({}, replace(ONE, dtype="float32")),
 }
+# Small enough for a CPU: what a model of the paper's layer waits for before it begins to learn.
+SMALL = Protocol(
+    pairs=8,
+    vocab_size=512,
+    d_model=64,
+    short=((32, 2), (48, 4)),
+    doubled_from=64,
+    steps=1000,
+    tokens_a_step=4096,
+    learning_rates=(3e-3, 1e-2, 1e-3),
+    test_every=50,
+    test_count=128,
+)
+SMALL_HEADS: dict[str, dict[str, object]] = {
+    "RunningTensor": {"num_heads": 2, "key_dims": (12, 12), "value_dim": 24},
+    "Gated DeltaNet": {"num_heads": 2, "head_dim": 16},
+}
+GATE: dict[str, tuple[str, dict[str, object], Protocol]] = {  # a row of Table 1, options, and how it begins
+    "RunningTensor": ("RunningTensor", {}, SMALL),
+    "RunningTensor, sigmoid gate": ("RunningTensor", SIGMOID, SMALL),
+    "RunningTensor, OneLinear": ("RunningTensor", {"projection": "linear"}, SMALL),
+    "RunningTensor, no forgetting": ("RunningTensor", {"forget": "none"}, SMALL),
+    "RunningTensor, embeddings of 0.1": ("RunningTensor", {}, replace(SMALL, embedding_std=0.1)),
+    "RunningTensor, matrices of 0.02": ("RunningTensor", {}, replace(SMALL, matrix_std=0.02)),
+    "Gated DeltaNet": ("Gated DeltaNet", {}, SMALL),
+    "Gated DeltaNet, sigmoid gate": ("Gated DeltaNet", SIGMOID, SMALL),
+    "Gated DeltaNet, no gate": ("Gated DeltaNet", {"output_gate": "none"}, SMALL),
+}
 BEGINNINGS = ("as it stands", "embeddings of 0.1", "matrices of 0.02")  # of all rows: what helps one may help another
 CALIBRATED_ON = ("Attention", "Gated DeltaNet", "DeltaNet")  # no tensor state: that is what is to be tested
 
@@ -167,6 +197,16 @@ def changes() -> list[Cell]:
 def changed(row: str, how: str) -> Cell:
     (mixer, options), (more, protocol) = TABLE1[row], CHANGES[how]
     return cell(f"{row} · {how}", mixer, options | more, max(LENGTHS), protocol)
+
+
+def gate() -> list[Cell]:
+    """When models begin to learn a small task, by their output gates and by what else delays them. Their runs end at
+    99%: it is the way there that counts."""
+    cells = [
+        cell(name, TABLE1[row][0], SMALL_HEADS[row] | more, 64, protocol)
+        for name, (row, more, protocol) in GATE.items()
+    ]
+    return [replace(cell, runs=tuple(replace(run, stop_at=0.99) for run in cell.runs)) for cell in cells]
 
 
 def speed() -> list[Cell]:
@@ -236,6 +276,7 @@ def cell(name: str, mixer: str, options: dict[str, object], length: int, protoco
             options,
             protocol.tasks(length),
             protocol.task(length, protocol.pairs),
+            d_model=protocol.d_model,
             lr=lr,
             seed=seed,
             steps=protocol.steps,
@@ -270,6 +311,7 @@ GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "capacity": capacity,
     "calibration": calibration,
     "changes": changes,
+    "gate": gate,
     "speed": speed,
 }
 OF_LAYERS = ("table1", "table2", "capacity", "speed")  # rows differ in their layer alone: another can be added
