@@ -314,13 +314,15 @@ def calibration(results: list[Result]) -> Text:
         run, curve = x.run, [100 * point.accuracy for point in x.curve]
         model = rows.get((run.mixer, str(run.options))) or rows[run.mixer, "{}"]  # of a small task, smaller heads
         paper = report.published("table1", model, run.test.length)
-        gate = run.options.get("output_gate")
+        gate, ours = run.options.get("output_gate"), run.mixer == "running_tensor"
         settings = {
-            "": model + (f", {gate} gate" if gate else ""),
+            "": model + (f", {gate} gate".replace("none", "no") if gate else ""),
             "the paper": "" if paper is None else paper,
             **vars(run),
             **vars(run.test),
             "tasks": len(run.tasks),
+            "projection": run.options.get("projection", "conconlyc" if ours else ""),
+            "forget": run.options.get("forget", "telescoping" if ours else ""),
         }
         settings["matrix_std"] = run.matrix_std or "as layers draw them"
         for name in ("mixer", "options", "lr", "seed", "test", "also", "test_every"):  # said otherwise, or no matter
