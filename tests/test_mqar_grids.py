@@ -128,7 +128,9 @@ def test_each_change_is_one_change_of_the_same_run():
         assert len(differ) == (how != "as it stands")
         found[row] += [how]
     assert len(found.pop("RunningTensor")) == 10 and not found.pop("RunningTensor, r = k, u = q")
-    assert {tuple(hows) for hows in found.values()} == {("as it stands", "embeddings of 0.1", "matrices of 0.02")}
+    begins = ["as it stands", "embeddings of 0.1", "matrices of 0.02"]
+    for row, hows in found.items():
+        assert hows == begins + (["sigmoid gate"] if row.startswith("Gated DeltaNet") else [])
 
 
 def test_rows_of_the_small_task_are_one_change_each():

@@ -188,9 +188,11 @@ def calibration(lengths: Sequence[int] = LENGTHS) -> list[Cell]:
 
 def changes() -> list[Cell]:
     """What recall at the longest length depends on, one change at a time: RunningTensor's on many things, the others'
-    on how models begin."""
-    others = [row for row, (mixer, _) in TABLE1.items() if not mixer.startswith("running_tensor")]
-    asked = {"RunningTensor": tuple(CHANGES), **dict.fromkeys(others, BEGINNINGS)}
+    on how models begin, and on the gate where they have it too."""
+    asked = {"RunningTensor": tuple(CHANGES)}
+    for row, (mixer, _) in TABLE1.items():
+        if not mixer.startswith("running_tensor"):
+            asked[row] = (*BEGINNINGS, "sigmoid gate") if mixer == "gated_deltanet" else BEGINNINGS
     return [changed(row, how) for row, hows in asked.items() for how in hows]
 
 
