@@ -314,15 +314,12 @@ def calibration(results: list[Result]) -> Text:
         run, curve = x.run, [100 * point.accuracy for point in x.curve]
         model = rows.get((run.mixer, str(run.options))) or rows[run.mixer, "{}"]  # of a small task, smaller heads
         paper = report.published("table1", model, run.test.length)
-        gate, ours = run.options.get("output_gate"), run.mixer == "running_tensor"
         settings = {
-            "": model + (f", {gate} gate".replace("none", "no") if gate else ""),
+            "": model,
             "the paper": "" if paper is None else paper,
             **vars(run),
             **vars(run.test),
             "tasks": len(run.tasks),
-            "projection": run.options.get("projection", "conconlyc" if ours else ""),
-            "forget": run.options.get("forget", "telescoping" if ours else ""),
         }
         settings["matrix_std"] = run.matrix_std or "as layers draw them"
         for name in ("mixer", "options", "lr", "seed", "test", "also", "test_every"):  # said otherwise, or no matter
@@ -340,6 +337,21 @@ def calibration(results: list[Result]) -> Text:
     seeds = "" if len({x.run.seed for x in results}) == 1 else "Several numbers: one for each seed. "
     more = f"What is no column was the same in all. {seeds}Rising: by more than half a point in the last test."
     return table(headings, lines), more, results
+
+
+def gates(results: list[Result]) -> Text:
+    """A column a learning rate, in it every seed."""
+    results = planned("gate", results)
+    found = {identity(result.run): result for result in results}
+    cells, rates = grids.gate(), sorted(grids.SMALL.learning_rates, reverse=True)
+    lines = []
+    for cell in cells:
+        mine = [x for run in cell.runs if (x := found.get(identity(run)))]
+        lines.append(
+            (cell.row, *("; ".join(f"{100 * x.accuracy:.1f}" for x in mine if x.run.lr == lr) for lr in rates))
+        )
+    more = f"Micro-F1 in percent, of each seed the best test; runs end at {100 * grids.SMALL_ENOUGH:g}."
+    return table(("", *(scientific(lr, 0) for lr in rates)), lines), more, results
 
 
 def csv(kind: type) -> Callable[[Path], list[Any]]:
@@ -361,7 +373,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], list[Any]], Callable[[Any], Text]]
     "pretrained_short": ("pretrain/50m", Pretrained.read, pretrained_short),
     "calibration": ("mqar/calibration.jsonl", sweep.read, calibration),
     "initialisation": ("mqar/initialisation.jsonl", sweep.read, calibration),
-    "gate": ("mqar/gate.jsonl", sweep.read, calibration),
+    "gate": ("mqar/gate.jsonl", sweep.read, gates),
     "table1": ("mqar/table1.jsonl", sweep.known, partial(reported, "table1", "Table 1")),
     "table2": ("mqar/table2.jsonl", sweep.known, partial(reported, "table2", "Table 2")),
     "changes": ("mqar/changes.jsonl", sweep.known, partial(reported, "changes", "One change at a time")),

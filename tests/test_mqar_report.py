@@ -14,7 +14,7 @@ from runningtensor.cli import app
 from runningtensor.mqar import figures
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import LENGTHS, TABLE1, Cell, calibration, capacity, changes, speed, table1, table2
+from runningtensor.mqar.grids import LENGTHS, TABLE1, Cell, calibration, capacity, changes, gate, speed, table1, table2
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, now, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store
@@ -185,13 +185,27 @@ def test_markdown_is_markdown(tmp_path):
     assert "| 70.00 (100.0)<br>60.00 ± 10.00 (3) | not run (100.0) | not run (100.0) |" in lines[2]
 
 
-@pytest.mark.parametrize("name", ("table1", "capacity", "calibration"))
+@pytest.mark.parametrize("name", ("table1", "capacity", "calibration", "gate"))
 def test_figures_are_drawn_with_cells_missing(name, tmp_path):
     from runningtensor.mqar.grids import GRIDS
 
     runs = [cell.runs[0] for cell in GRIDS[name]()[:4]]
     printed(name, [result(run, *[0.5] * len(run.tests)) for run in runs], tmp_path)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_of_gates_has_a_line_for_each_run_and_no_gate_among_other_changes(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(figures, "plot_gates", lambda *words: given.append(words))
+    rows = {cell.row: cell.runs for cell in gate()}
+    chosen = ("RunningTensor", "RunningTensor, OneLinear", "Gated DeltaNet, no gate")
+    text, _ = printed("gate", [result(rows[row][0], 0.5) for row in chosen], tmp_path)
+    assert "which end at 99;" in text and "brackets" not in text
+    panels = {name: [kind for kind, _, _ in runs] for name, runs in given[0][0].items() if runs}
+    assert panels == {
+        "RunningTensor, lr 0.003": ["SiLU gate", "SiLU gate, otherwise changed"],
+        "Gated DeltaNet, lr 0.003": ["no gate"],
+    }
 
 
 def test_the_capacity_figure_has_every_seed_and_joins_no_sizes_across_one_that_is_missing(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The figures of the tables: bars beside what was published, curves of calibration, recall against state."""
+"""The figures of the tables: bars beside what was published, curves of calibration and gates, recall against state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +19,12 @@ SERIES = {
     "Gated DeltaNet, 131k state, no gate, float32": ("#D55E00", "<", ""),
     "Gated DeltaNet, published": ("#D55E00", "D", ""),
     "Flash-VQG, published": ("#000000", "v", ""),
+}
+GATES = {
+    "sigmoid gate": "#0072B2",
+    "no gate": "#009E73",
+    "SiLU gate": "#D55E00",
+    "SiLU gate, otherwise changed": "0.75",
 }
 OTHERS: list[tuple[str, str, str]] = [("#CC79A7", marker, "") for marker in "op^<>hd8"]
 
@@ -93,6 +99,36 @@ def plot_calibration(
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("recall (micro-F1, %): bold under the protocol,\nfaint in drafts of it; a line a run")
+    shape.suptitle(caption, fontsize="small", color="0.35")
+    shape.savefig(figure, dpi=150)
+    plt.close(shape)
+
+
+def plot_gates(panels: dict[str, list[tuple[str, list[int], list[float]]]], figure: Path, caption: str) -> None:
+    """Accuracy against steps, a line a run: of each panel, by its name, those runs with their kind, a key of GATES."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    across = (len(panels) + 1) // 2
+    shape, axes = plt.subplots(
+        2, across, figsize=(4 * across, 6), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for ax, (name, runs) in zip(axes.flat, panels.items(), strict=False):
+        for kind, steps, accuracies in sorted(runs, key=lambda run: -[*GATES].index(run[0])):  # grey ones below
+            ax.plot(steps, accuracies, color=GATES[kind], linewidth=1 if "otherwise" in kind else 1.8)
+            ax.plot(steps[-1], accuracies[-1], "o", color=GATES[kind], markersize=3.5)
+        ax.set_title(name, loc="left", fontweight="bold")
+        ax.set_ylim(-3, 103)
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes[-1]:
+        ax.set_xlabel("training steps")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("recall (%), a line a run")
+    handles = [axes[0][0].plot([], [], color=colour, label=kind)[0] for kind, colour in GATES.items()]
+    shape.legend(handles=handles, loc="outside lower center", ncols=len(GATES), frameon=False)
     shape.suptitle(caption, fontsize="small", color="0.35")
     shape.savefig(figure, dpi=150)
     plt.close(shape)

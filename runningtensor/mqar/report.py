@@ -177,6 +177,8 @@ def report(
         try:
             if name == "calibration":
                 figure = draw_calibration([*own, *(x for x in used if x not in own)], out / f"{name}.png")
+            elif name == "gate":
+                figure = draw_gates(used, out / f"{name}.png")
             else:
                 figure = draw(name, summaries, out / f"{name}.png", origin(used))
             console.print(f"Wrote {escape(str(figure))}")
@@ -243,7 +245,9 @@ def legend(name: str, summaries: Sequence[Summary]) -> str:
     if name == "speed":
         return f"Milliseconds of a step {time}."
     whose = "published elsewhere" if name == "capacity" else "the paper's"
-    said = [f"A cell: the best micro-F1 of its runs in percent, which end at 99.95, in brackets {whose}"]
+    end = 100 * (grids.SMALL_ENOUGH if name == "gate" else grids.GOOD_ENOUGH)
+    said = [f"A cell: the best micro-F1 of its runs in percent, which end at {end:g}"]
+    said[0] += f", in brackets {whose}" if any(x.published is not None for x in summaries) else ""
     if any(len(x.seeds) > 1 for x in summaries):
         said.append("below it mean ± std of (so many) seeds that were run to their end at the rate of the best")
     if apart := [abs(x.best - x.macro_f1) for x in summaries if x.best is not None and x.macro_f1 is not None]:
@@ -353,6 +357,23 @@ def draw_calibration(results: Sequence[Result], figure: Path) -> Path:
         ]
     published = {name: TABLE1[name].f1[0] for name in curves}
     plot_calibration(curves, published, figure, origin(drawn))
+    return figure
+
+
+def draw_gates(results: Sequence[Result], figure: Path) -> Path:
+    """Of each model and rate a panel; what has the paper's gate and another change is of one kind."""
+    from runningtensor.mqar.figures import plot_gates
+
+    found = {identity(result.run): result for result in results}
+    panels: dict[str, list[tuple[str, list[int], list[float]]]] = {}
+    for cell in grids.gate():
+        model, _, change = cell.row.partition(", ")
+        kind = change if change.endswith("gate") else "SiLU gate" + (", otherwise changed" if change else "")
+        for run in sorted(cell.runs, key=lambda run: -run.lr):
+            runs = panels.setdefault(f"{model}, lr {run.lr:g}", [])
+            if (result := found.get(identity(run))) and (curve := result.curve):
+                runs.append((kind, [point.step for point in curve], [100 * point.accuracy for point in curve]))
+    plot_gates(panels, figure, origin(results))
     return figure
 
 
