@@ -145,16 +145,16 @@ SMALL_HEADS: dict[str, dict[str, object]] = {
     "RunningTensor": {"num_heads": 2, "key_dims": (12, 12), "value_dim": 24},
     "Gated DeltaNet": {"num_heads": 2, "head_dim": 16},
 }
-GATE: dict[str, tuple[str, dict[str, object], Protocol]] = {  # a row of Table 1, options, and how it begins
-    "RunningTensor": ("RunningTensor", {}, SMALL),
-    "RunningTensor, sigmoid gate": ("RunningTensor", SIGMOID, SMALL),
-    "RunningTensor, OneLinear": ("RunningTensor", {"projection": "linear"}, SMALL),
-    "RunningTensor, no forgetting": ("RunningTensor", {"forget": "none"}, SMALL),
-    "RunningTensor, embeddings of 0.1": ("RunningTensor", {}, replace(SMALL, embedding_std=0.1)),
-    "RunningTensor, matrices of 0.02": ("RunningTensor", {}, replace(SMALL, matrix_std=0.02)),
-    "Gated DeltaNet": ("Gated DeltaNet", {}, SMALL),
-    "Gated DeltaNet, sigmoid gate": ("Gated DeltaNet", SIGMOID, SMALL),
-    "Gated DeltaNet, no gate": ("Gated DeltaNet", {"output_gate": "none"}, SMALL),
+GATE: dict[str, tuple[dict[str, object], Protocol]] = {  # options of the layer, and the protocol
+    "RunningTensor": ({}, SMALL),
+    "RunningTensor, sigmoid gate": (SIGMOID, SMALL),
+    "RunningTensor, OneLinear": ({"projection": "linear"}, SMALL),
+    "RunningTensor, no forgetting": ({"forget": "none"}, SMALL),
+    "RunningTensor, embeddings of 0.1": ({}, replace(SMALL, embedding_std=0.1)),
+    "RunningTensor, matrices of 0.02": ({}, replace(SMALL, matrix_std=0.02)),
+    "Gated DeltaNet": ({}, SMALL),
+    "Gated DeltaNet, sigmoid gate": (SIGMOID, SMALL),
+    "Gated DeltaNet, no gate": ({"output_gate": "none"}, SMALL),
 }
 BEGINNINGS = ("as it stands", "embeddings of 0.1", "matrices of 0.02")  # of all rows: what helps one may help another
 CALIBRATED_ON = ("Attention", "Gated DeltaNet", "DeltaNet")  # no tensor state: that is what is to be tested
@@ -204,10 +204,10 @@ def changed(row: str, how: str) -> Cell:
 
 def gate() -> list[Cell]:
     """When models begin to learn a small task, by their output gates and by what else may delay them."""
-    cells = [
-        cell(name, TABLE1[row][0], SMALL_HEADS[row] | more, 64, protocol)
-        for name, (row, more, protocol) in GATE.items()
-    ]
+    cells = []
+    for name, (more, protocol) in GATE.items():
+        row = name.partition(",")[0]
+        cells.append(cell(name, TABLE1[row][0], SMALL_HEADS[row] | more, 64, protocol))
     return [replace(cell, runs=tuple(replace(run, stop_at=SMALL_ENOUGH) for run in cell.runs)) for cell in cells]
 
 
