@@ -285,12 +285,13 @@ def done(results: list[Result]) -> Text:
     titles = {"table1": "Table 1", "table2": "Table 2", "capacity": "recall against size"}
     lines, used = [], {}
     for name, title in titles.items():
-        mine = {identity(result.run): result for result in planned(name, results) if result.curve}
-        all_runs = {identity(run) for cell in grids.GRIDS[name]() for run in cell.runs}
-        cells = report.summarize(name, grids.GRIDS[name](), [*mine.values()])
+        grid, found = grids.GRIDS[name](), {identity(result.run): result for result in results if result.curve}
+        wanted = {identity(run) for cell in grid for run in cell.runs}
+        mine = {key: result for key, result in found.items() if key in wanted}
+        cells = report.summarize(name, grid, [*mine.values()])
         begun = sum(x.best is not None for x in cells)
         complete = sum((x.best or 0) >= 100 * grids.GOOD_ENOUGH for x in cells)
-        lines.append((title, f"{len(mine)} of {len(all_runs)}", f"{begun} of {len(cells)}", str(complete)))
+        lines.append((title, f"{len(mine)} of {len(wanted)}", f"{begun} of {len(cells)}", str(complete)))
         used |= mine
     headings = ("", "runs", "cells with a run", "cells with one of 99.95, which need no more")
     return table(headings, lines), "", [*used.values()]
@@ -341,17 +342,17 @@ def calibration(results: list[Result]) -> Text:
 
 def gates(results: list[Result]) -> Text:
     """A column a learning rate, in it every seed."""
-    results = planned("gate", results)
     found = {identity(result.run): result for result in results}
-    cells, rates = grids.gate(), sorted(grids.SMALL.learning_rates, reverse=True)
-    lines = []
-    for cell in cells:
+    rates = sorted(grids.SMALL.learning_rates, reverse=True)
+    lines, used = [], list[Result]()
+    for cell in grids.gate():
         mine = [x for run in cell.runs if (x := found.get(identity(run)))]
+        used += mine
         lines.append(
             (cell.row, *("; ".join(f"{100 * x.accuracy:.1f}" for x in mine if x.run.lr == lr) for lr in rates))
         )
     more = f"Micro-F1 in percent, of each seed the best test; runs end at {100 * grids.SMALL_ENOUGH:g}."
-    return table(("", *(scientific(lr, 0) for lr in rates)), lines), more, results
+    return table(("", *(scientific(lr, 0) for lr in rates)), lines), more, used
 
 
 def csv(kind: type) -> Callable[[Path], list[Any]]:

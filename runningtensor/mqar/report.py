@@ -79,6 +79,7 @@ class Summary:
     runs: int = 0
     failed: int = 0
     planned: int = 0
+    stop_at: float = grids.GOOD_ENOUGH  # accuracy at which its runs end
 
 
 def published(name: str, row: str, length: int) -> float | None:
@@ -109,6 +110,7 @@ def summary(name: str, cell: Cell, results: Sequence[Result], timed: Sequence[Re
         "runs": len(results),
         "failed": sum(bool(result.failed) for result in results),
         "planned": len(cell.runs),
+        "stop_at": cell.runs[0].stop_at,
     }
     if not scored:
         return Summary(cell.row, cell.length, paper, **counts)
@@ -245,8 +247,8 @@ def legend(name: str, summaries: Sequence[Summary]) -> str:
     if name == "speed":
         return f"Milliseconds of a step {time}."
     whose = "published elsewhere" if name == "capacity" else "the paper's"
-    end = 100 * (grids.SMALL_ENOUGH if name == "gate" else grids.GOOD_ENOUGH)
-    said = [f"A cell: the best micro-F1 of its runs in percent, which end at {end:g}"]
+    end = max((x.stop_at for x in summaries), default=grids.GOOD_ENOUGH)
+    said = [f"A cell: the best micro-F1 of its runs in percent, which end at {100 * end:g}"]
     said[0] += f", in brackets {whose}" if any(x.published is not None for x in summaries) else ""
     if any(len(x.seeds) > 1 for x in summaries):
         said.append("below it mean ± std of (so many) seeds that were run to their end at the rate of the best")
