@@ -71,7 +71,7 @@ def demo(
     minutes: Annotated[float, typer.Option(help="At most.")] = 4.5,
     seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
 ) -> None:
-    """Watch a tensor state learn to recall what a matrix state and Gated DeltaNet do not, on two CPU cores."""
+    """Watch a tensor state learn to recall before a matrix state and Gated DeltaNet do, on two CPU cores."""
     from runningtensor.mqar.demo import demo
 
     demo(out, console, steps=steps, minutes=minutes, seed=seed)
