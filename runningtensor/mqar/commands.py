@@ -24,6 +24,7 @@ class Grid(StrEnum):
     table1 = "table1"
     table2 = "table2"
     capacity = "capacity"
+    sizes = "sizes"
     calibration = "calibration"
     changes = "changes"
     gate = "gate"

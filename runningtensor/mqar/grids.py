@@ -100,6 +100,23 @@ CAPACITY: dict[str, Options] = {
         for width in widths
     },
 }
+SMALL_SIZES: dict[str, Options] = {  # for a CPU, states of up to about 9,000 floats; with a sigmoid, all start early
+    **{
+        f"order {order}, sigmoid gate, keys of {width}": (
+            "running_tensor",
+            {"num_heads": 2, "key_dims": (width,) * (order - 1), "value_dim": 24} | SIGMOID,
+        )
+        for order, widths in {2: (12, 24, 48, 96, 168), 3: (3, 5, 8, 12), 4: (2, 3, 4, 5)}.items()
+        for width in widths
+    },
+    **{
+        f"Gated DeltaNet, no gate, keys of {width}": (
+            "gated_deltanet",
+            {"num_heads": 2, "head_dim": width, "output_gate": "none"},
+        )
+        for width in (16, 32, 48)
+    },
+}
 NEAREST = "Gated DeltaNet, 131k state, no gate"  # to the published, which began and was rounded otherwise
 CONTROLS: dict[str, dict[str, Any]] = {"matrices of 0.02": {"matrix_std": 0.02}, "float32": {"dtype": "float32"}}
 VARIANTS = {  # of the protocol, one change each: to see what it depends on
@@ -230,38 +247,10 @@ def capacity() -> list[Cell]:
     """Zoology's mix, on short sequences only, tested on far longer ones: the same runs at every length."""
     counts = {(64, 4): 5, (128, 8): 1, (256, 16): 1, (256, 32): 1, (256, 64): 1}  # in 20,000 sequences
     tasks = tuple(Task(*both) for both, count in counts.items() for _ in range(count))
-    test, *also = (Task(length, length // 4) for length in LENGTHS)
     batch, epochs = 256, 4
     steps = epochs * 20_000 * sum(counts.values()) // batch
-    cells = [
-        Cell(
-            name,
-            length,
-            tuple(
-                Run(
-                    *row,
-                    tasks,
-                    test,
-                    also=tuple(also),
-                    lr=lr,
-                    seed=seed,
-                    batch=batch,
-                    steps=steps,
-                    schedule=PROTOCOL.schedule,
-                    weight_decay=PROTOCOL.weight_decay,
-                    embedding_std=PROTOCOL.embedding_std,
-                    matrix_std=PROTOCOL.matrix_std,
-                    test_every=steps // 8,
-                    test_count=128,
-                    stop_at=GOOD_ENOUGH,
-                )
-                for seed in PROTOCOL.seeds
-                for lr in (1e-2, 2.15e-3, 1e-3, 4.64e-4)  # zoology's, with 1e-3 in place of 1e-4
-            ),
-        )
-        for length in LENGTHS
-        for name, row in CAPACITY.items()
-    ]
+    rates = (1e-2, 2.15e-3, 1e-3, 4.64e-4)  # zoology's, with 1e-3 in place of 1e-4
+    cells = beyond(CAPACITY, tasks, LENGTHS, rates, PROTOCOL.seeds, batch=batch, steps=steps)
     controls = [
         Cell(f"{NEAREST}, {how}", cell.length, tuple(replace(run, **change) for run in cell.runs))
         for cell in cells
@@ -269,6 +258,50 @@ def capacity() -> list[Cell]:
         for how, change in CONTROLS.items()
     ]
     return [*cells, *controls]
+
+
+def sizes() -> list[Cell]:
+    """The same on a CPU, in minutes a run: trained on 16 pairs at most, tested on up to 128."""
+    vocab_size = 512
+    tasks = tuple(Task(*both, vocab_size) for both in ((32, 2), (48, 4), (64, 8), (64, 16)))
+    rates, seeds = (1e-2, 3e-3), (0, 1)
+    return beyond(SMALL_SIZES, tasks, (128, 256, 512), rates, seeds, d_model=64, tokens_a_step=4096, steps=1000)
+
+
+def beyond(
+    rows: dict[str, Options],
+    tasks: tuple[Task, ...],
+    lengths: Sequence[int],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    *,
+    steps: int,
+    **settings: Any,
+) -> list[Cell]:
+    """Tested on more pairs than trained on, one for every four tokens: the same runs at every length."""
+    test, *also = (Task(length, length // 4, tasks[0].vocab_size) for length in lengths)
+    run = Run(
+        "running_tensor",
+        {},
+        tasks,
+        test,
+        also=tuple(also),
+        steps=steps,
+        schedule=PROTOCOL.schedule,
+        weight_decay=PROTOCOL.weight_decay,
+        embedding_std=PROTOCOL.embedding_std,
+        matrix_std=PROTOCOL.matrix_std,
+        test_every=steps // 8,
+        test_count=128,
+        stop_at=GOOD_ENOUGH,
+        **settings,
+    )
+    trials = [(seed, lr) for seed in seeds for lr in rates]
+    return [
+        Cell(name, length, tuple(replace(run, mixer=mixer, options=options, lr=lr, seed=seed) for seed, lr in trials))
+        for length in lengths
+        for name, (mixer, options) in rows.items()
+    ]
 
 
 def cell(name: str, mixer: str, options: dict[str, object], length: int, protocol: Protocol) -> Cell:
@@ -311,9 +344,10 @@ GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "table1": table1,
     "table2": table2,
     "capacity": capacity,
+    "sizes": sizes,
     "calibration": calibration,
     "changes": changes,
     "gate": gate,
     "speed": speed,
 }
-OF_LAYERS = ("table1", "table2", "capacity", "speed")  # rows differ in their layer alone: another can be added
+OF_LAYERS = ("table1", "table2", "capacity", "sizes", "speed")  # rows differ in their layer alone: another can be added

@@ -54,6 +54,7 @@ PUBLISHED = {
     "capacity": CAPACITY,
     "calibration": {row: Published(known.f1) for row, known in TABLE1.items()},
     "changes": {f"{row} · as it stands": Published(known.f1) for row, known in TABLE1.items()},
+    "sizes": {},
     "gate": {},
     "speed": {},
 }
