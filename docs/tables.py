@@ -383,6 +383,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], list[Any]], Callable[[Any], Text]]
         sweep.known,
         partial(reported, "capacity", "Recall against the size of the state"),
     ),
+    "sizes": ("mqar/sizes.jsonl", sweep.known, partial(reported, "sizes", "The same on a CPU")),
 }
 
 

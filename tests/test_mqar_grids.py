@@ -12,9 +12,11 @@ from runningtensor.mqar.grids import (
     CONTROLS,
     GRIDS,
     PROTOCOL,
+    SMALL_SIZES,
     TABLE1,
     TABLE2,
     capacity,
+    sizes,
     table1,
 )
 from runningtensor.mqar.mixers import MIXERS
@@ -58,14 +60,28 @@ def test_capacity_has_orders_2_3_and_4_up_to_the_same_state():
         assert largest == pytest.approx(131_072, rel=0.1)
 
 
+def test_of_the_small_sizes_matrix_and_tensor_end_at_the_same_state_and_the_others_at_larger_ones():
+    states = {name: MIXERS[mixer](64, **options).state_floats for name, (mixer, options) in SMALL_SIZES.items()}
+    kinds = ("order 2", "order 3", "Gated DeltaNet", "order 4")
+    largest = [max(states[name] for name in states if name.startswith(kind)) for kind in kinds]
+    assert largest == [8_112, 8_112, 9_216, 10_368]
+
+
+def test_small_sizes_are_tested_on_more_pairs_than_they_are_trained_on():
+    for run in (run for cell in sizes() for run in cell.runs):
+        assert max(task.pairs for task in run.tasks) == 16
+        assert [(task.length, task.pairs) for task in run.tests] == [(128, 32), (256, 64), (512, 128)]
+        assert run.options.get("output_gate") in ("sigmoid", "none")
+
+
 def layers_alone(cells):
     """But for those that are there to be like what others published."""
     return [cell for cell in cells if not cell.row.endswith((*CONTROLS,))]
 
 
 def test_all_rows_have_one_protocol_and_differ_in_nothing_but_the_mixer():
-    for grid in (GRIDS["table1"](), GRIDS["table2"](), layers_alone(capacity())):
-        for length in (1024, 2048, 4096):
+    for grid in (GRIDS["table1"](), GRIDS["table2"](), layers_alone(capacity()), sizes()):
+        for length in {cell.length for cell in grid}:
             same = [cell.runs for cell in grid if cell.length == length]
             assert len(same) > 3
             blank = [[replace(run, mixer="gla", options={}) for run in runs] for runs in same]
@@ -92,7 +108,7 @@ def test_every_learning_rate_comes_once_before_any_again_but_the_smallest_of_the
 
 def test_capacity_begins_and_is_trained_as_the_tables_are():
     for name in ("schedule", "weight_decay", "embedding_std", "matrix_std"):
-        assert {getattr(run, name) for cell in layers_alone(capacity()) for run in cell.runs} == {
+        assert {getattr(run, name) for cell in (*layers_alone(capacity()), *sizes()) for run in cell.runs} == {
             getattr(PROTOCOL, name)
         }
 

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from runningtensor.mqar import sweep as sweeping
-from runningtensor.mqar.grids import CONTROLS, GRIDS, OF_LAYERS, TABLE1, TABLE2
+from runningtensor.mqar.grids import CONTROLS, GRIDS, OF_LAYERS, ON_A_CPU, TABLE1, TABLE2
 from runningtensor.mqar.sweep import sweep
 
 
@@ -26,6 +26,14 @@ def test_a_part_of_a_grid_can_be_run(tmp_path, monkeypatch):
         ValueError, match="must fit some cell, but were 512 and ''; there are lengths 1024, 2048, 4096 and"
     ):
         sweep("table1", lengths=(512,), out=tmp_path)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_sweep_without_a_gpu_says_so_unless_it_is_made_for_a_cpu(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    console = Console(file=StringIO(), width=200)
+    sweep(name, minutes=0, out=tmp_path, console=console)
+    assert ("no GPU here" in console.file.getvalue()) == (name not in ON_A_CPU)
 
 
 def test_a_row_can_be_run_alone_though_others_have_its_name_in_theirs(tmp_path, monkeypatch):

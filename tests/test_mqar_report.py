@@ -14,7 +14,19 @@ from runningtensor.cli import app
 from runningtensor.mqar import figures
 from runningtensor.mqar import sweep as sweeping
 from runningtensor.mqar.data import Task
-from runningtensor.mqar.grids import LENGTHS, TABLE1, Cell, calibration, capacity, changes, gate, speed, table1, table2
+from runningtensor.mqar.grids import (
+    LENGTHS,
+    TABLE1,
+    Cell,
+    calibration,
+    capacity,
+    changes,
+    gate,
+    sizes,
+    speed,
+    table1,
+    table2,
+)
 from runningtensor.mqar.record import Point, Result, Run, Score, from_json, now, to_json
 from runningtensor.mqar.report import PUBLISHED, Summary, report, series, summarize
 from runningtensor.mqar.sweep import Store
@@ -185,7 +197,7 @@ def test_markdown_is_markdown(tmp_path):
     assert "| 70.00 (100.0)<br>60.00 ± 10.00 (3) | not run (100.0) | not run (100.0) |" in lines[2]
 
 
-@pytest.mark.parametrize("name", ("table1", "capacity", "calibration", "gate"))
+@pytest.mark.parametrize("name", ("table1", "capacity", "sizes", "calibration", "gate"))
 def test_figures_are_drawn_with_cells_missing(name, tmp_path):
     from runningtensor.mqar.grids import GRIDS
 
@@ -362,7 +374,7 @@ def test_report_is_a_command(tmp_path):
 def test_every_curve_of_the_capacity_figure_has_a_style():
     from runningtensor.mqar.figures import SERIES
 
-    assert {series(each.row) for each in capacity()} < SERIES.keys()
+    assert {series(each.row) for each in (*capacity(), *sizes())} < SERIES.keys()
 
 
 def test_cells_know_their_own_length():

@@ -17,6 +17,7 @@ SERIES = {
     "Gated DeltaNet, 131k state, no gate": ("#D55E00", "X", ""),
     "Gated DeltaNet, 131k state, no gate, matrices of 0.02": ("#D55E00", "^", ""),
     "Gated DeltaNet, 131k state, no gate, float32": ("#D55E00", "<", ""),
+    "Gated DeltaNet, no gate": ("#D55E00", "X", "-"),
     "Gated DeltaNet, published": ("#D55E00", "D", ""),
     "Flash-VQG, published": ("#000000", "v", ""),
 }

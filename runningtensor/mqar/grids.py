@@ -350,4 +350,5 @@ GRIDS: dict[str, Callable[[], list[Cell]]] = {
     "gate": gate,
     "speed": speed,
 }
+ON_A_CPU = ("sizes", "gate")  # minutes a run
 OF_LAYERS = ("table1", "table2", "capacity", "sizes", "speed")  # rows differ in their layer alone: another can be added

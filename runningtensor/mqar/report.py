@@ -325,7 +325,7 @@ def origin(results: Sequence[Result]) -> str:
 def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) -> Path:
     from runningtensor.mqar.figures import plot_capacity, plot_recall
 
-    if name != "capacity":
+    if name not in ("capacity", "sizes"):
         shown = [s for cells in rows(summaries).values() if begun(cells) for s in cells]
         lines = [(s.row, s.length, s.published, s.best, s.seeds) for s in shown]
         plot_recall(lines, figure, "Recall (micro-F1, %), the best run of each", caption)
@@ -335,6 +335,7 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
         (f"{row.partition(',')[0]}, published", length, 131_072, (value,))
         for row, known in CAPACITY.items()
         for length, value in zip(LENGTHS, known.f1, strict=True)
+        if name == "capacity"
     ]
     plot_capacity([*points, *others], {series(s.row) for s in summaries if not s.seeds}, figure, caption)
     return figure

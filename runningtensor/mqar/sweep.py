@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runningtensor.bench.provenance import cores
-from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, OF_LAYERS, Cell, with_row
+from runningtensor.mqar.grids import GOOD_ENOUGH, GRIDS, OF_LAYERS, ON_A_CPU, Cell, with_row
 from runningtensor.mqar.mixers import mixer as built
 from runningtensor.mqar.record import Result, Run, identity, parsed, to_json
 from runningtensor.mqar.resume import forget
@@ -227,7 +227,7 @@ def sweep(
         replace(cell, runs=tuple(run for run in cell.runs if not rates or run.lr in rates)[:runs]) for cell in chosen
     ]
     console = console or Console()
-    if not (ray or device or torch.cuda.is_available()):
+    if not (ray or device or name in ON_A_CPU or torch.cuda.is_available()):
         said = "torch finds no GPU here, and on a CPU most of these runs take hours or days each."
         console.print(said, soft_wrap=True)
     running = out.resolve() / "running"
