@@ -250,7 +250,7 @@ def capacity() -> list[Cell]:
     batch, epochs = 256, 4
     steps = epochs * 20_000 * sum(counts.values()) // batch
     rates = (1e-2, 2.15e-3, 1e-3, 4.64e-4)  # zoology's, with 1e-3 in place of 1e-4
-    cells = beyond(CAPACITY, tasks, LENGTHS, rates, PROTOCOL.seeds, batch=batch, steps=steps)
+    cells = beyond(CAPACITY, tasks, LENGTHS, rates, batch=batch, steps=steps)
     controls = [
         Cell(f"{NEAREST}, {how}", cell.length, tuple(replace(run, **change) for run in cell.runs))
         for cell in cells
@@ -264,8 +264,8 @@ def sizes() -> list[Cell]:
     """The same on a CPU, in minutes a run: trained on 16 pairs at most, tested on up to 128."""
     vocab_size = 512
     tasks = tuple(Task(*both, vocab_size) for both in ((32, 2), (48, 4), (64, 8), (64, 16)))
-    rates, seeds = (1e-2, 3e-3), (0, 1)
-    return beyond(SMALL_SIZES, tasks, (128, 256, 512), rates, seeds, d_model=64, tokens_a_step=4096, steps=1000)
+    lengths, rates = (128, 256, 512), (1e-2, 3e-3)
+    return beyond(SMALL_SIZES, tasks, lengths, rates, d_model=64, tokens_a_step=4096, steps=1000)
 
 
 def beyond(
@@ -273,7 +273,6 @@ def beyond(
     tasks: tuple[Task, ...],
     lengths: Sequence[int],
     rates: Sequence[float],
-    seeds: Sequence[int],
     *,
     steps: int,
     **settings: Any,
@@ -296,7 +295,7 @@ def beyond(
         stop_at=GOOD_ENOUGH,
         **settings,
     )
-    trials = [(seed, lr) for seed in seeds for lr in rates]
+    trials = [(seed, lr) for seed in PROTOCOL.seeds for lr in rates]
     return [
         Cell(name, length, tuple(replace(run, mixer=mixer, options=options, lr=lr, seed=seed) for seed, lr in trials))
         for length in lengths
