@@ -100,7 +100,7 @@ CAPACITY: dict[str, Options] = {
         for width in widths
     },
 }
-SMALL_SIZES: dict[str, Options] = {  # for a CPU, states of up to about 9,000 floats; with a sigmoid, all start early
+SMALL_SIZES: dict[str, Options] = {  # for a CPU; with a sigmoid, ours start early
     **{
         f"order {order}, sigmoid gate, keys of {width}": (
             "running_tensor",
