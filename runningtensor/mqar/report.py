@@ -333,9 +333,8 @@ def draw(name: str, summaries: Sequence[Summary], figure: Path, caption: str) ->
     points = [(series(s.row), s.length, s.state_floats, s.seeds) for s in summaries if s.seeds and s.state_floats]
     others = [
         (f"{row.partition(',')[0]}, published", length, 131_072, (value,))
-        for row, known in CAPACITY.items()
+        for row, known in PUBLISHED[name].items()
         for length, value in zip(LENGTHS, known.f1, strict=True)
-        if name == "capacity"
     ]
     plot_capacity([*points, *others], {series(s.row) for s in summaries if not s.seeds}, figure, caption)
     return figure
