@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from sass import from_nowhere
 
 if tuple(map(int, version("triton").split(".")[:2])) < (3, 6):
     pytest.skip("the kernels want Triton 3.6", allow_module_level=True)
@@ -28,7 +29,8 @@ LAUNCHES = {
     (16, 16, 64): ((80, True, True, False), (4, False, False, True)),
     (24, 24, 48): ((80, True, False, True), (4, False, False, False)),
     (128, 1, 128): ((80, True, True, True), (4, False, False, False)),
-    (24, 1, 48): ((160, True, True, False), (4, True, False, True)),
+    (24, 1, 48): ((160, True, True, False), (4, True, False, True), (80, True, False, False), (4, False, True, False)),
+    (6, 6, 8): ((80, True, False, False), (4, True, True, True)),
     (128, 1, 64): ((160, True, True, False), (4, False, True, False)),
     (256, 1, 256): ((160, True, True, False), (4, False, True, False)),
 }
@@ -48,9 +50,20 @@ SPILLS: dict[tuple[int, ...], dict[str, int]] = {
     },
     (16, 16, 64): {"hopper_pack.pack_kernel": 240},
     (24, 24, 48): {"hopper_pack.pack_kernel": 100},
-    (128, 1, 64): {"matrix.gradients_kernel": 300},
-    (256, 1, 256): {"matrix.reverse_kernel": 100, "matrix.gradients_kernel": 200},
-    (128, 1, 128): {"forward.local_kernel": 1200, "backward.reverse_kernel": 160, "backward.gradients_kernel": 3400},
+    (128, 1, 64): {"matrix.reverse_kernel": 150, "matrix.gradients_kernel": 160},
+    (256, 1, 256): {"matrix.reverse_kernel": 170, "matrix.gradients_kernel": 250},
+    (128, 1, 128): {
+        "forward.local_kernel": 1200,
+        "forward.scan_kernel": 190,
+        "backward.reverse_kernel": 160,
+        "backward.gradients_kernel": 3400,
+    },
+    (6, 6, 8): {
+        "forward.local_kernel": 1300,
+        "forward.scan_kernel": 850,
+        "backward.reverse_kernel": 110,
+        "backward.gradients_kernel": 1700,
+    },
 }
 
 
@@ -68,6 +81,11 @@ def launch_all(shape: tuple[int, ...], *rule: int) -> None:
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(
         multi_processor_count=132, shared_memory_per_block_optin=SHARED
     )
+    from runningtensor.ops.triton import assembler, launch
+
+    assembler.loads = lambda _: True
+    if not os.environ.get("AS_TRITON_DOES"):
+        assert launch.refuses(torch.device("cuda"), torch.bfloat16) is None  # and chooses the assembler
 
     def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
@@ -130,11 +148,13 @@ def name(kernel: object) -> str:
 
 
 def compile_all(shape: tuple[int, ...], *rule: int) -> list[dict]:
-    """Of each launch: the kernel, its shared memory, registers and spills."""
+    """Of each launch: the kernel, its shared memory, registers and spills, and what it computes from nothing."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
+
+    from runningtensor.ops.triton import launch
 
     class Hopper:
         def get_current_device(self) -> int:
@@ -155,8 +175,11 @@ def compile_all(shape: tuple[int, ...], *rule: int) -> list[dict]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True)
-        registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).*LOCAL:(\d+)", usage.stdout).groups())
+            usage, sass = (
+                subprocess.run([cuobjdump, what, file.name], capture_output=True, text=True, check=True).stdout
+                for what in ("-res-usage", "-sass")
+            )
+        registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).*LOCAL:(\d+)", usage).groups())
         found.append(
             {
                 "kernel": name(kernel),
@@ -164,6 +187,8 @@ def compile_all(shape: tuple[int, ...], *rule: int) -> list[dict]:
                 "shared": compiled.metadata.shared,
                 "registers": registers,
                 "spilled": stack + local,
+                "from_nowhere": from_nowhere(sass),
+                "old_assembler": "wgmma" in compiled.asm["ptx"] and kernel not in launch.WITH_PRODUCTS,
             }
         )
 
@@ -182,9 +207,9 @@ def grids(shape: tuple[int, ...], *rule: int) -> list[dict]:
     return found
 
 
-def elsewhere(what: str, *arguments: object) -> list[dict]:
+def elsewhere(what: str, *arguments: object, **settings: str) -> list[dict]:
     """What a function above returns in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | settings
     command = [sys.executable, __file__, what, json.dumps(arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -223,6 +248,26 @@ def test_no_kernel_spills_more_registers_than_it_did(compiled, shape):
         launch for launch in compiled[shape] if launch["spilled"] > SPILLS.get(shape, {}).get(launch["kernel"], SLACK)
     ]
     assert not more
+
+
+@SHAPES
+def test_no_kernel_computes_with_what_nothing_wrote(compiled, shape):
+    assert not [launch for launch in compiled[shape] if launch["from_nowhere"]]
+
+
+@SHAPES
+def test_all_kernels_with_products_but_those_for_hopper_have_a_sound_assembler(compiled, shape):
+    old = {launch["kernel"].split(".")[0] for launch in compiled[shape] if launch["old_assembler"]}
+    assert old <= {"hopper_pack", "hopper_scan", "hopper_reverse", "hopper_gradients"}
+
+
+@pytest.mark.skipif(
+    not version("triton").startswith("3.7") or "TRITON_PTXAS_PATH" in os.environ, reason="another assembler"
+)
+def test_the_assembler_that_triton_would_take_makes_kernels_that_do():
+    """Else we would not need another, nor know that the test above can fail."""
+    launches = elsewhere("compile_all", (24, 1, 48), 1, 80, True, False, False, AS_TRITON_DOES="1")
+    assert {launch["kernel"] for launch in launches if launch["from_nowhere"]} == {"matrix.gradients_kernel"}
 
 
 @pytest.mark.parametrize("shape", ((25, 25, 48), (128, 1, 128)))

@@ -18,6 +18,7 @@ SHAPES = {  # (K_1, …), V
     "order 3, the paper's": ((25, 25), 48),
     "order 3, powers of two": ((16, 16), 64),
     "order 4": ((5, 5, 25), 48),
+    "order 3, narrow": ((6, 6), 8),
 }
 LENGTHS = (0, 1, 130, 0, 64, 105)
 T = sum(LENGTHS)

@@ -430,6 +430,15 @@ def test_auto_falls_back_where_the_kernels_refuse_and_warns_once(monkeypatch):
     assert warning.filename == __file__  # where it was called, not where it was decided
 
 
+def test_a_program_traced_elsewhere_is_refused_too(monkeypatch):
+    """Its graph names the backend, and nothing chooses one again."""
+    x = make(1, T=3, H=1, dtype=torch.float32)
+    monkeypatch.setattr(interface, "triton_refuses", lambda *_: "the moon is full")
+    with pytest.raises(ValueError, match=r"^backend must be .*'triton'; the moon is full"):
+        q, u, k, r = (*x.queries, *x.keys)
+        torch.ops.runningtensor.forward(q, k, u, r, x.values, None, None, None, None, 64, False, "triton")
+
+
 def test_auto_takes_the_kernels_on_a_gpu_where_they_do_not_refuse(monkeypatch):
     x = make(1, T=3, H=1, dtype=torch.float32)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

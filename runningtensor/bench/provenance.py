@@ -23,7 +23,7 @@ class Provenance:
     device: str
     cores: int  # that this process may use
     torch: str
-    triton: str  # empty: not installed
+    triton: str  # empty: not installed; on a GPU with the release of CUDA whose ptxas it takes, half of the compiler
     transformers: str
 
 
@@ -52,7 +52,7 @@ def provenance(device: torch.device) -> Provenance:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         cores=cores(),
         torch=torch.__version__,
-        triton=installed("triton"),
+        triton=installed("triton") + ptxas(device),
         transformers=installed("transformers"),
     )
 
@@ -90,6 +90,22 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def ptxas(device: torch.device) -> str:
+    """The releases of CUDA whose ptxas Triton takes here, and some of our kernels in its place."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    try:
+        from triton.knobs import nvidia
+
+        from runningtensor.ops.triton.assembler import sound
+
+        generation = torch.cuda.get_device_capability(device)[0]
+        used = [nvidia.ptxas_blackwell if generation >= 10 else nvidia.ptxas, sound() if generation == 9 else None]
+    except (ImportError, AttributeError, RuntimeError):  # there is none, or one that is too old for the kernels
+        return ""
+    return f" (ptxas {', '.join(dict.fromkeys(tool.version for tool in used if tool))})"
 
 
 def cores() -> int:

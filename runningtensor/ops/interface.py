@@ -190,9 +190,13 @@ def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
         if why_not is None:
             return "triton"
         if backend == "triton":
-            raise wrong("backend", f"'triton'; {why_not}", "'auto', 'torch' or 'recurrent' here")
+            raise refused(why_not)
         warn_once(why_not)
     return "torch"
+
+
+def refused(why_not: str) -> ValueError:
+    return wrong("backend", f"'triton'; {why_not}", "'auto', 'torch' or 'recurrent' here")
 
 
 def triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -303,7 +307,7 @@ def _forward(
         return like
     inputs = (q, k, u, r, v, beta, log_decay)
     with _context(backend, v):
-        out, state, inverse = _module(backend).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
+        out, state, inverse = _module(backend, v).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
     if state is None:
         state = v.new_empty(0, dtype=state_dtype(v))
     if inverse is None:
@@ -356,7 +360,7 @@ def _backward(
     else:
         rows = None if beta is None else inverse
         with _context(backend, v):
-            grads = _module(backend).backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
+            grads = _module(backend, v).backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
     return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
@@ -373,9 +377,12 @@ def _context(backend: str, v: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(v.device.type, enabled=False) if backend == "torch" else on_device(v)
 
 
-def _module(backend: str) -> Any:
+def _module(backend: str, v: Tensor) -> Any:
     if backend == "torch":
         return chunk
+    # Asked already, but perhaps elsewhere: an exported program comes here without.
+    if why_not := triton_refuses(v.device, v.dtype):
+        raise refused(why_not)
     from runningtensor.ops.triton import launch
 
     return launch

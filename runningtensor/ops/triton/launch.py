@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from runningtensor.ops.chunk import Inputs
-from runningtensor.ops.triton import hopper_launch, matrix_launch
+from runningtensor.ops.triton import assembler, hopper_launch, matrix, matrix_launch
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.hopper_launch import on_hopper
@@ -18,6 +18,11 @@ from runningtensor.ops.triton.step import step_kernel
 
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 INTERPRETED = isinstance(scan_kernel, InterpretedFunction)
+# All that have matrix products, but for hopper*.py.
+WITH_PRODUCTS = (
+    *(local_kernel, scan_kernel, reverse_kernel, gradients_kernel),
+    *(matrix.prepare_kernel, matrix.scan_kernel, matrix.reverse_kernel, matrix.gradients_kernel),
+)
 MATRIX_KERNELS = INTERPRETED or VERSION >= (3, 7, 1)  # older Triton transposes products wrongly on Hopper
 
 
@@ -33,7 +38,7 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{torch.cuda.get_device_name(device)} is not an NVIDIA GPU of compute capability 8.0 or newer"
     if VERSION < (3, 6):
         return f"Triton {triton.__version__} is older than 3.6, and some Triton before that miscompile these kernels"
-    return None
+    return assembler.refuses(WITH_PRODUCTS) if torch.cuda.get_device_capability(device)[0] == 9 else None
 
 
 def forward(
