@@ -172,7 +172,7 @@ def plot_capacity(
         ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("recalled (%): the mean of seeds,\nwith a bar from the least to the most")
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    shape.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    shape.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     shape.suptitle(caption, fontsize="small", color="0.35")
     shape.savefig(figure, dpi=150)
     plt.close(shape)
