@@ -13,7 +13,8 @@ from triton import knobs  # noqa: E402
 from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime._async_compile import active_mode  # noqa: E402
 
-OLD, NEW = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
+HOPPER = assembler.HOPPER
+OLD, NEW = compiler.get_ptxas(HOPPER), knobs.nvidia.ptxas_blackwell
 
 
 class Kernel:
@@ -22,15 +23,18 @@ class Kernel:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Its driver's release of CUDA, those of Triton's ptxas for Hopper and for Blackwell, and one of a package."""
+    """Its driver's release of CUDA, those of Triton's ptxas for Hopper and for Blackwell, of a package's, of PATH's."""
 
-    def make(driver, given, newer, package=None):
-        tools = [SimpleNamespace(path=f"/cuda-{release}", version=release) for release in (given, newer, package)]
-        nvidia = SimpleNamespace(ptxas=tools[0], ptxas_blackwell=tools[1])
-        monkeypatch.setattr(assembler, "knobs", SimpleNamespace(nvidia=nvidia))
+    def make(driver, given, newer, package=None, path=None):
+        tools = [SimpleNamespace(path=f"/cuda-{release}", version=release) for release in (given, newer, package, path)]
+        monkeypatch.setattr(compiler, "get_ptxas", lambda arch: {HOPPER: tools[0]}[arch])
+        monkeypatch.setattr(assembler, "knobs", SimpleNamespace(nvidia=SimpleNamespace(ptxas_blackwell=tools[1])))
+        monkeypatch.setattr(assembler.shutil, "which", {"ptxas": path and "/bin/ptxas"}.get)
         found = package and SimpleNamespace(submodule_search_locations=["/package"])
         monkeypatch.setattr(assembler, "find_spec", lambda _: found)
-        monkeypatch.setattr(assembler.NvidiaTool, "from_path", {"/package/bin/ptxas": tools[2]}.get)
+        monkeypatch.setattr(
+            assembler.NvidiaTool, "from_path", {"/package/bin/ptxas": tools[2], "/bin/ptxas": tools[3]}.get
+        )
         monkeypatch.setattr(assembler, "loads", lambda tool: assembler.release(tool)[0] <= driver)
         monkeypatch.setattr(assembler, "assemble", lambda kernel, ptxas: vars(kernel).update(by=ptxas))
 
@@ -38,16 +42,20 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("driver", "newer", "package", "taken"),
+    ("driver", "newer", "package", "path", "taken"),
     (
-        (12, "12.9", None, "12.9"),
-        (13, "13.1", None, "13.1"),
-        (13, "13.1", "12.9", "13.1"),
-        (12, "13.1", "12.9", "12.9"),
+        (12, "12.9", None, None, "12.9"),
+        (13, "13.1", None, None, "13.1"),
+        (13, "13.1", "12.9", "13.2", "13.1"),
+        (12, "13.1", "12.9", "12.10", "12.9"),
+        (12, "13.1", "12.8", "12.10", "12.10"),
+        (12, "13.1", None, "12.9", "12.9"),
     ),
 )
-def test_one_that_miscompiles_is_replaced_by_a_newer_one_that_the_driver_takes(machine, driver, newer, package, taken):
-    machine(driver, "12.8", newer, package)
+def test_one_that_miscompiles_is_replaced_by_a_newer_one_that_the_driver_takes(
+    machine, driver, newer, package, path, taken
+):
+    machine(driver, "12.8", newer, package, path)
     kernel = Kernel()
     assert assembler.refuses((kernel,)) is None and kernel.by == f"/cuda-{taken}"
 
@@ -60,10 +68,11 @@ def test_one_that_does_not_stays(machine, given):
 
 
 @pytest.mark.parametrize(
-    ("driver", "newer", "package"), ((13, "12.8", "12.8"), (12, "13.1", None), (12, "13.1", "13.0"))
+    ("driver", "newer", "package", "path"),
+    ((13, "12.8", "12.8", "12.8"), (12, "13.1", None, None), (12, "13.1", "13.0", "13.1")),
 )
-def test_without_another_kernels_are_refused_and_it_is_said_what_to_do(machine, driver, newer, package):
-    machine(driver, "12.8", newer, package)
+def test_without_another_kernels_are_refused_and_it_is_said_what_to_do(machine, driver, newer, package, path):
+    machine(driver, "12.8", newer, package, path)
     kernel = Kernel()
     assert assembler.refuses((kernel,)).startswith("the ptxas of CUDA 12.8 miscompiles kernels for Hopper")
     assert not vars(kernel)
@@ -71,17 +80,33 @@ def test_without_another_kernels_are_refused_and_it_is_said_what_to_do(machine, 
 
 def test_without_tritons_newer_one_or_a_driver_there_is_a_reason_too(monkeypatch):
     class Nvidia:
-        ptxas = SimpleNamespace(path="/cuda-12.8", version="12.8")
-
         @property
         def ptxas_blackwell(self):
             raise RuntimeError("Cannot find ptxas-blackwell")
 
+    monkeypatch.setattr(compiler, "get_ptxas", lambda _: SimpleNamespace(path="/cuda-12.8", version="12.8"))
     monkeypatch.setattr(assembler, "knobs", SimpleNamespace(nvidia=Nvidia()))
     monkeypatch.setattr(assembler, "find_spec", lambda _: None)
+    monkeypatch.setattr(assembler.shutil, "which", lambda _: None)
     assert "pip install" in assembler.refuses((Kernel(),))
     monkeypatch.setattr(assembler.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     assert not assembler.loads(SimpleNamespace(version="12.9"))
+
+
+@pytest.mark.parametrize(("driver", "taken"), ((12080, {"12.8", "12.9"}), (13000, {"12.8", "12.9", "13.0", "13.1"})))
+def test_a_driver_takes_code_of_its_own_release_of_cuda_and_of_those_before(monkeypatch, driver, taken):
+    def get_version(version):
+        version._obj.value = driver
+
+    monkeypatch.setattr(assembler.ctypes, "CDLL", lambda _: SimpleNamespace(cuDriverGetVersion=get_version))
+    releases = ("12.8", "12.9", "13.0", "13.1", "14.0")
+    assert {release for release in releases if assembler.loads(SimpleNamespace(version=release))} == taken
+
+
+def test_one_that_may_not_be_run_is_none(tmp_path):
+    (tmp_path / "ptxas").mkdir()
+    assert not [*assembler.at(str(tmp_path / "ptxas"))] and not [*assembler.at(str(tmp_path / "missing"))]
+    assert [tool.version for tool in assembler.at(NEW.path)] == [NEW.version]
 
 
 def test_where_there_is_no_package_of_nvidia_there_is_tritons_own():
@@ -92,7 +117,7 @@ class Asking:
     """What Triton knows of its ptxas while it compiles: the tool, and a part of the key of what it keeps on disk."""
 
     def _do_compile(self):
-        return compiler.get_ptxas(90), compiler.get_ptxas_version(90)
+        return compiler.get_ptxas(HOPPER), compiler.get_ptxas_version(HOPPER)
 
 
 @pytest.mark.skipif(OLD.version == NEW.version, reason="Triton brings one alone")
@@ -104,6 +129,13 @@ def test_it_compiles_these_kernels_and_no_others_and_triton_keeps_them_apart():
             tool, key = kernel._do_compile()
             # What it is given stays PTX of a version that both know.
             assert (tool.path, tool.version) == (used.path, OLD.version) and f"release {used.version}" in key
+
+
+def test_a_kernel_for_another_gpu_beside_a_hopper_is_compiled_as_ever():
+    kernel = SimpleNamespace(_do_compile=lambda: (compiler.get_ptxas(80), compiler.get_ptxas_version(80)))
+    want = kernel._do_compile()
+    assembler.assemble(kernel, NEW.path)
+    assert kernel._do_compile() == want
 
 
 def test_what_another_thread_compiles_meanwhile_is_compiled_as_ever():
@@ -125,7 +157,7 @@ def test_what_another_thread_compiles_meanwhile_is_compiled_as_ever():
     thread.start()
     compiled("ours", ours)
     thread.join()
-    assert seen["theirs"] == (OLD, compiler.get_ptxas_version(90)) and seen["ours"][0].path == NEW.path
+    assert seen["theirs"] == (OLD, compiler.get_ptxas_version(HOPPER)) and seen["ours"][0].path == NEW.path
 
 
 def test_it_is_compiled_at_once_where_triton_would_do_so_later():
@@ -141,10 +173,10 @@ def test_a_compilation_that_fails_leaves_triton_as_it_was():
     assembler.assemble(kernel, NEW.path)
     with pytest.raises(ZeroDivisionError):
         kernel._do_compile()
-    assert compiler.get_ptxas(90) == OLD and f"release {OLD.version}" in compiler.get_ptxas_version(90)
+    assert compiler.get_ptxas(HOPPER) == OLD and f"release {OLD.version}" in compiler.get_ptxas_version(HOPPER)
 
 
-@pytest.mark.parametrize(("capability", "used"), ((8, (OLD,)), (9, (OLD, NEW)), (10, (NEW,))))
+@pytest.mark.parametrize(("capability", "used"), ((8, (compiler.get_ptxas(80),)), (9, (OLD, NEW)), (10, (NEW,))))
 def test_a_measurement_says_which_assemblers_are_used_on_its_gpu(monkeypatch, capability, used):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     monkeypatch.setattr(assembler, "sound", lambda: NEW)

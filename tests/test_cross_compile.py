@@ -154,8 +154,6 @@ def compile_all(shape: tuple[int, ...], *rule: int) -> list[dict]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from runningtensor.ops.triton import launch
-
     class Hopper:
         def get_current_device(self) -> int:
             return 0
@@ -188,7 +186,8 @@ def compile_all(shape: tuple[int, ...], *rule: int) -> list[dict]:
                 "registers": registers,
                 "spilled": stack + local,
                 "from_nowhere": from_nowhere(sass),
-                "old_assembler": "wgmma" in compiled.asm["ptx"] and kernel not in launch.WITH_PRODUCTS,
+                "products": "wgmma" in compiled.asm["ptx"],
+                "cuda": 5 + compiled.asm["cubin"][8],  # of the assembler: the release is in the version of the ABI
             }
         )
 
@@ -255,15 +254,20 @@ def test_no_kernel_computes_with_what_nothing_wrote(compiled, shape):
     assert not [launch for launch in compiled[shape] if launch["from_nowhere"]]
 
 
-@SHAPES
-def test_all_kernels_with_products_but_those_for_hopper_have_a_sound_assembler(compiled, shape):
-    old = {launch["kernel"].split(".")[0] for launch in compiled[shape] if launch["old_assembler"]}
-    assert old <= {"hopper_pack", "hopper_scan", "hopper_reverse", "hopper_gradients"}
-
-
-@pytest.mark.skipif(
-    not version("triton").startswith("3.7") or "TRITON_PTXAS_PATH" in os.environ, reason="another assembler"
+ASSEMBLERS = pytest.mark.skipif(
+    not version("triton").startswith("3.7") or "TRITON_PTXAS_PATH" in os.environ, reason="other assemblers"
 )
+
+
+@ASSEMBLERS
+@SHAPES
+def test_kernels_with_products_are_assembled_by_the_newer_one_and_those_for_hopper_are_not(compiled, shape):
+    for launch in compiled[shape]:
+        if launch["products"]:
+            assert launch["cuda"] == (12 if launch["kernel"].startswith("hopper_") else 13), launch["kernel"]
+
+
+@ASSEMBLERS
 def test_the_assembler_that_triton_would_take_makes_kernels_that_do():
     """Else we would not need another, nor know that the test above can fail."""
     launches = elsewhere("compile_all", (24, 1, 48), 1, 80, True, False, False, AS_TRITON_DOES="1")

@@ -19,6 +19,7 @@ from torch.library import opcheck
 
 import runningtensor.ops.step
 from runningtensor import running_tensor, running_tensor_step
+from runningtensor.layers import fused
 from runningtensor.ops import interface
 from runningtensor.ops.interface import two_modes
 from runningtensor.ops.triton import launch
@@ -417,7 +418,7 @@ def test_auto_falls_back_where_the_kernels_refuse_and_warns_once(monkeypatch):
     x = make(1, T=3, H=1, dtype=torch.float32)
     want, _ = op(x, backend="torch")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(interface, "triton_refuses", lambda *_: "the moon is full")
+    monkeypatch.setattr(interface, "triton_refuses", lambda *_, **__: "the moon is full")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -433,10 +434,53 @@ def test_auto_falls_back_where_the_kernels_refuse_and_warns_once(monkeypatch):
 def test_a_program_traced_elsewhere_is_refused_too(monkeypatch):
     """Its graph names the backend, and nothing chooses one again."""
     x = make(1, T=3, H=1, dtype=torch.float32)
-    monkeypatch.setattr(interface, "triton_refuses", lambda *_: "the moon is full")
+    monkeypatch.setattr(interface, "triton_refuses", lambda *_, **__: "the moon is full")
     with pytest.raises(ValueError, match=r"^backend must be .*'triton'; the moon is full"):
         q, u, k, r = (*x.queries, *x.keys)
         torch.ops.runningtensor.forward(q, k, u, r, x.values, None, None, None, None, 64, False, "triton")
+    inputs = (q, k, u, r, x.values, None, None, None, None, x.values)
+    with pytest.raises(ValueError, match=r"^backend must be .*'triton'; the moon is full"):
+        torch.ops.runningtensor.backward(x.values, None, *inputs, 64, "triton")
+
+
+@pytest.fixture
+def miscompiling(monkeypatch):
+    """A Hopper whose driver takes no code but that of an assembler which miscompiles some kernels."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (interface, fused):
+        monkeypatch.setattr(module, "triton_refuses", lambda *_, products=True: "ptxas is old" if products else None)
+    interface.warn_once.cache_clear()
+
+
+def test_without_a_sound_assembler_kernels_that_need_none_go_on(miscompiling):
+    """A step has no matrix products, and the kernels for Hopper are compiled rightly."""
+    v = torch.zeros(1, 64, 1, 48, dtype=torch.float16)
+    of_25, of_24, of_6 = (torch.zeros(1, 64, 1, width, dtype=torch.float16) for width in (25, 24, 6))
+    assert interface.choose("auto", of_25, of_25, v, 64) == "triton"
+    assert interface.choose("auto", of_6, of_6, v) == "triton"
+    assert fused.usable(v)
+    narrow, odd = v[..., :8], v[..., :40]
+    for k, r, values, tile in (
+        *((of_6, of_6, v, 64), (of_24, of_24[..., :1], v, 64), (of_25, of_25, narrow, 64), (of_25, of_25, odd, 64)),
+        *((of_25, of_25, v, 32), (of_25.float(), of_25.float(), v.float(), 64)),
+    ):
+        with pytest.warns(match="falls back to its slower torch backend: ptxas is old"):
+            assert interface.choose("auto", k, r, values, tile) == "torch"
+        interface.warn_once.cache_clear()
+        with pytest.raises(ValueError, match=r"^backend must be .*'triton'; ptxas is old"):
+            interface.choose("triton", k, r, values, tile)
+    assert interface.available_backends(torch.device("cuda"), torch.float16) == ["torch", "recurrent"]
+
+
+@pytest.mark.parametrize("capability", ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)))
+@pytest.mark.parametrize("products", (False, True))
+def test_only_products_on_a_hopper_want_a_sound_assembler(monkeypatch, capability, products):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(launch.assembler, "refuses", lambda kernels: f"{len(kernels)} kernels")
+    wanted = "8 kernels" if products and capability == (9, 0) else None
+    assert launch.refuses(torch.device("cuda"), torch.bfloat16, products) == wanted
 
 
 def test_auto_takes_the_kernels_on_a_gpu_where_they_do_not_refuse(monkeypatch):
@@ -448,5 +492,5 @@ def test_auto_takes_the_kernels_on_a_gpu_where_they_do_not_refuse(monkeypatch):
 
 def test_where_triton_cannot_be_imported_that_is_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "runningtensor.ops.triton", None)
-    reason = interface._triton_refuses.__wrapped__(torch.device("cuda"), torch.float32)
+    reason = interface._triton_refuses.__wrapped__(torch.device("cuda"), torch.float32, True)
     assert reason.startswith("Triton cannot be imported (")

@@ -97,13 +97,14 @@ def ptxas(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip is not None:
         return ""
     try:
-        from triton.knobs import nvidia
+        from triton.backends.nvidia.compiler import get_ptxas
 
-        from runningtensor.ops.triton.assembler import sound
+        from runningtensor.ops.triton.assembler import HOPPER, sound
 
-        generation = torch.cuda.get_device_capability(device)[0]
-        used = [nvidia.ptxas_blackwell if generation >= 10 else nvidia.ptxas, sound() if generation == 9 else None]
-    except (ImportError, AttributeError, RuntimeError):  # there is none, or one that is too old for the kernels
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+        used = [get_ptxas(arch), sound() if arch == HOPPER else None]
+    except (ImportError, AttributeError, RuntimeError, TypeError):  # there is none, or too old for the kernels
         return ""
     return f" (ptxas {', '.join(dict.fromkeys(tool.version for tool in used if tool))})"
 

@@ -17,8 +17,8 @@ LANES, SPAN = 128, 64  # of a program of the front end, and how many tokens it w
 
 
 def usable(x: Tensor) -> bool:
-    """Where the kernels of the op run, so do these."""
-    return x.is_cuda and triton_refuses(x.device, x.dtype) is None
+    """Where the kernels of the op run, so do these, which have no matrix products."""
+    return x.is_cuda and triton_refuses(x.device, x.dtype, products=False) is None
 
 
 @dataclass(frozen=True)

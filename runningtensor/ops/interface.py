@@ -71,9 +71,10 @@ def running_tensor(
 
     q, u = two_modes(queries)
     k, r = two_modes(keys)
-    backend = choose(backend, k, r, values)
+    tile = next((size for size in (64, 32) if size <= chunk_size), 16)  # of the kernels
+    backend = choose(backend, k, r, values, tile)
     if backend == "triton":
-        chunk_size = next((size for size in (64, 32) if size <= chunk_size), 16)
+        chunk_size = tile
     elif values.shape[1] < chunk_size:  # most of a chunk would be padding
         chunk_size = max(1, values.shape[1])
     if initial_state is not None:
@@ -178,13 +179,16 @@ WIDEST_MODE = 128  # of the last key mode: the kernels hold it whole
 # -- Backends ----------------------------------------------------------------------------------------------------------
 
 
-def choose(backend: str, k: Tensor, r: Tensor, values: Tensor) -> str:
-    """What "auto" stands for here; an error where "triton" was asked for and cannot be had."""
+def choose(backend: str, k: Tensor, r: Tensor, values: Tensor, tile: int | None = None) -> str:
+    """What "auto" stands for here; an error where "triton" was asked for and cannot be had.
+
+    `tile`: the tokens of a chunk of the kernels, or None for a step.
+    """
     nothing_to_do = k.shape[-1] == 0 or r.shape[-1] == 0
     if nothing_to_do or (backend == "auto" and not values.is_cuda):
         return "torch"
     if backend in ("auto", "triton"):
-        why_not = triton_refuses(values.device, values.dtype)
+        why_not = refuses(k.shape[-1], r.shape[-1], values, tile)
         if why_not is None and r.shape[-1] > WIDEST_MODE:
             why_not = f"the last key mode is {r.shape[-1]} wide, more than {WIDEST_MODE}: pass a narrower one last"
         if why_not is None:
@@ -199,9 +203,20 @@ def refused(why_not: str) -> ValueError:
     return wrong("backend", f"'triton'; {why_not}", "'auto', 'torch' or 'recurrent' here")
 
 
-def triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot be used, or None where they can."""
-    return _triton_refuses(device, dtype)
+def refuses(K: int, R: int, values: Tensor, tile: int | None) -> str | None:
+    """Why the kernels for these widths, or those of a step, cannot be used."""
+    why_not = triton_refuses(values.device, values.dtype)
+    if why_not and triton_refuses(values.device, values.dtype, products=False) is None:
+        from runningtensor.ops.triton.hopper_launch import takes
+
+        return None if tile is None or takes(K, R, tile, values) else why_not
+    return why_not
+
+
+def triton_refuses(device: torch.device, dtype: torch.dtype, products: bool = True) -> str | None:
+    """Why the kernels cannot be used, or None where they can: all of them, or those that an assembler gets right that
+    miscompiles others, for they have no matrix products, or are hopper*.py."""
+    return _triton_refuses(device, dtype, products)
 
 
 # As torch.compiler.assume_constant_result marks it, which would import all of torch's compiler.
@@ -209,12 +224,12 @@ triton_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+def _triton_refuses(device: torch.device, dtype: torch.dtype, products: bool) -> str | None:
     try:
         from runningtensor.ops.triton import launch
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    return launch.refuses(device, dtype)
+    return launch.refuses(device, dtype, products)
 
 
 @cache
@@ -307,7 +322,8 @@ def _forward(
         return like
     inputs = (q, k, u, r, v, beta, log_decay)
     with _context(backend, v):
-        out, state, inverse = _module(backend, v).forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
+        module = _module(backend, k, r, v, chunk_size)
+        out, state, inverse = module.forward(inputs, initial_state, cu_seqlens, chunk_size, keep)
     if state is None:
         state = v.new_empty(0, dtype=state_dtype(v))
     if inverse is None:
@@ -360,7 +376,8 @@ def _backward(
     else:
         rows = None if beta is None else inverse
         with _context(backend, v):
-            grads = _module(backend, v).backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
+            module = _module(backend, k, r, v, chunk_size)
+            grads = module.backward(dout, dfinal, inputs, initial_state, cu_seqlens, rows, chunk_size)
     return tuple(v.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
@@ -377,11 +394,11 @@ def _context(backend: str, v: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(v.device.type, enabled=False) if backend == "torch" else on_device(v)
 
 
-def _module(backend: str, v: Tensor) -> Any:
+def _module(backend: str, k: Tensor, r: Tensor, v: Tensor, chunk_size: int) -> Any:
     if backend == "torch":
         return chunk
     # Asked already, but perhaps elsewhere: an exported program comes here without.
-    if why_not := triton_refuses(v.device, v.dtype):
+    if why_not := refuses(k.shape[3], r.shape[3], v, chunk_size):
         raise refused(why_not)
     from runningtensor.ops.triton import launch
 

@@ -11,9 +11,14 @@ from runningtensor.ops.triton.shape import Shape
 
 
 def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
-    """Whether the kernels for Hopper take this: bfloat16 or float16, some widths of keys, V a multiple of 16."""
+    """Whether the kernels for Hopper take this."""
     if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
         return False
+    return takes(K, R, chunk, v)
+
+
+def takes(K: int, R: int, chunk: int, v: Tensor) -> bool:
+    """Whether they would, on such a GPU: bfloat16 or float16, some widths of keys, V a multiple of 16."""
     known = any(k == K and r == R for k, r in hopper.SHAPES)  # not `in`: a compiler's widths cannot be hashed
     return known and v.shape[-1] % 16 == 0 and chunk == 64 and v.dtype != torch.float32
 

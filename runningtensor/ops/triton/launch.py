@@ -26,8 +26,8 @@ WITH_PRODUCTS = (
 MATRIX_KERNELS = INTERPRETED or VERSION >= (3, 7, 1)  # older Triton transposes products wrongly on Hopper
 
 
-def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot be used here, or None where they can."""
+def refuses(device: torch.device, dtype: torch.dtype, products: bool = True) -> str | None:
+    """Why the kernels cannot be used here, or None where they can; without `products`, all but WITH_PRODUCTS."""
     if dtype == torch.float64:
         return "the kernels take float32, bfloat16 and float16, not float64"
     if INTERPRETED:
@@ -38,7 +38,9 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{torch.cuda.get_device_name(device)} is not an NVIDIA GPU of compute capability 8.0 or newer"
     if VERSION < (3, 6):
         return f"Triton {triton.__version__} is older than 3.6, and some Triton before that miscompile these kernels"
-    return assembler.refuses(WITH_PRODUCTS) if torch.cuda.get_device_capability(device)[0] == 9 else None
+    if products and torch.cuda.get_device_capability(device)[0] == 9:
+        return assembler.refuses(WITH_PRODUCTS)
+    return None
 
 
 def forward(
