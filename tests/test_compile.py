@@ -143,3 +143,13 @@ def test_the_kernels_for_hopper_know_widths_that_a_compiler_leaves_open(monkeypa
         v = torch.empty(1, 64, 2, 48, dtype=torch.bfloat16, device="cuda")
         assert all(isinstance(width, torch.SymInt) for width in widths)
         assert [hopper_launch.on_hopper(width, width, 64, v) for width in widths] == [True, False]
+
+
+def test_the_kernels_for_hopper_are_left_alone_with_a_triton_that_they_were_not_tried_with(monkeypatch):
+    hopper_launch = pytest.importorskip("runningtensor.ops.triton.hopper_launch")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with FakeTensorMode():
+        v = torch.empty(1, 64, 2, 48, dtype=torch.bfloat16, device="cuda")
+        for version, taken in (((3, 6, 0), True), ((3, 9, 1), True), ((3, 10, 0), False), ((4, 0, 0), False)):
+            monkeypatch.setattr(hopper_launch, "VERSION", version)
+            assert hopper_launch.on_hopper(25, 25, 64, v) is taken

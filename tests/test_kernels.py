@@ -494,3 +494,13 @@ def test_where_triton_cannot_be_imported_that_is_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "runningtensor.ops.triton", None)
     reason = interface._triton_refuses.__wrapped__(torch.device("cuda"), torch.float32, True)
     assert reason.startswith("Triton cannot be imported (")
+
+
+def test_a_triton_that_has_renamed_what_we_take_is_such_a_reason(monkeypatch):
+    package = sys.modules["runningtensor.ops.triton"]
+    for name in ("launch", "hopper_launch", "hopper"):
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}")
+        monkeypatch.delattr(package, name)
+    monkeypatch.delattr("triton.experimental.gluon.language.shared_memory_descriptor")
+    reason = interface._triton_refuses.__wrapped__(torch.device("cuda"), torch.float32, True)
+    assert reason.startswith("Triton cannot be imported (") and "shared_memory_descriptor" in reason

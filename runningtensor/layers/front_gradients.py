@@ -112,7 +112,7 @@ def walk_back(
     coming = given_at(LAST, dout, dgone, position, mask, T, rows, real, N, W, H, SLOT, PACKED)
     for i in range(steps):
         s = LAST - i
-        own = there & (t + s < T) & (s < SPAN)
+        own = there & (t + s < T) & (s + w * 0 < SPAN)  # a tensor in the interpreter too, as its masks must be
         d, other, age, kept = coming
         # Asked for a token ahead, as its channels are: who asks when it is needed waits.
         coming = given_at(s - 1, dout, dgone, position, mask, T, rows, real, N, W, H, SLOT, PACKED)

@@ -227,7 +227,7 @@ triton_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _triton_refuses(device: torch.device, dtype: torch.dtype, products: bool) -> str | None:
     try:
         from runningtensor.ops.triton import launch
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # there is none, or one so new that what we take of it is gone
         return f"Triton cannot be imported ({error})"
     return launch.refuses(device, dtype, products)
 

@@ -23,6 +23,9 @@ from runningtensor.ops.triton.forward import sequence
 SHAPES = {(16, 16): (16, 16, 2, 16, 16), (24, 24): (24, 36, 5, 32, 32), (25, 25): (24, 40, 5, 64, 32)}
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name up to Triton 3.6
+descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(descriptor, "reinterpret", None) or descriptor._reinterpret  # up to Triton 3.8
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # up to Triton 3.7
 
 
 # A tile of κᵀ as registers hold it: [warp / 2, warp % 2, half of a step, 8 features, 64 tokens].
@@ -100,7 +103,7 @@ def copy(smem, pointer, stride, left, ROWS: gl.constexpr, COLS: gl.constexpr, WA
     layout: gl.constexpr = pieces(COLS, WARPS)
     i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     j = gl.arange(0, COLS, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(smem, pointer + i[:, None] * stride + j[None, :], mask=(i < left)[:, None])
+    async_load(smem, pointer + i[:, None] * stride + j[None, :], mask=(i < left)[:, None])
 
 
 @gluon.jit

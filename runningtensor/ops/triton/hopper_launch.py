@@ -7,12 +7,14 @@ from torch import Tensor
 
 from runningtensor.ops.chunk import Inputs
 from runningtensor.ops.triton import hopper, hopper_gradients, hopper_pack, hopper_reverse, hopper_scan
-from runningtensor.ops.triton.shape import Shape
+from runningtensor.ops.triton.shape import VERSION, Shape
+
+NOT_TRIED = (3, 10)  # Triton's Gluon, which these kernels are written in, changes with its releases
 
 
 def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
     """Whether the kernels for Hopper take this."""
-    if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
+    if v.device.type != "cuda" or VERSION >= NOT_TRIED or torch.cuda.get_device_capability(v.device)[0] != 9:
         return False
     return takes(K, R, chunk, v)
 

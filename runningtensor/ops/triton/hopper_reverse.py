@@ -24,6 +24,7 @@ from runningtensor.ops.triton.hopper import (
     find_sequence,
     finish,
     multiply,
+    reinterpret,
     save,
     swizzled,
     update,
@@ -77,7 +78,7 @@ def reverse_kernel(
     v0 = gl.program_id(1) * (V1 + V2)
     shared = allocate_chunks(dt, BASES, FACTORS, DECAY)
     m_s, r_s, l_s, w_s = shared
-    lines = m_s._reinterpret(dt, [4 * FACTORS, 64], gl.SwizzledSharedLayout(8, 1, 1, [0]))  # keys and queries in turn
+    lines = reinterpret(m_s, dt, [4 * FACTORS, 64], gl.SwizzledSharedLayout(8, 1, 1, [0]))  # keys and queries in turn
     d1_s = gl.allocate_shared_memory(dt, [2, 64, V1], swizzled(V1))
     x1_s = gl.allocate_shared_memory(dt, [64, V1], swizzled(V1))
     d2_s = gl.allocate_shared_memory(dt, [2, 64, V2], swizzled(V2)) if V2 > 0 else d1_s

@@ -26,6 +26,7 @@ from runningtensor.ops.triton.hopper import (
     finish,
     multiply,
     pieces,
+    reinterpret,
     save,
     swizzled,
     update,
@@ -90,7 +91,7 @@ def scan_kernel(
     t2, o2 = block(v0 + V1, 128, W2)
     shared = allocate_chunks(dt, BASES, FACTORS, DECAY)
     m_s, r_s, l_s, w_s = shared
-    lines = m_s._reinterpret(dt, [2 * FACTORS, 128], gl.SwizzledSharedLayout(8, 1, 1, [0]))
+    lines = reinterpret(m_s, dt, [2 * FACTORS, 128], gl.SwizzledSharedLayout(8, 1, 1, [0]))
     x1_s = gl.allocate_shared_memory(dt, [128, V1], swizzled(V1))
     x2_s = gl.allocate_shared_memory(dt, [128, V2], swizzled(V2)) if V2 > 0 else x1_s
     if not DELTA:

@@ -13,10 +13,9 @@ from runningtensor.ops.triton import assembler, hopper_launch, matrix, matrix_la
 from runningtensor.ops.triton.backward import gradients_kernel, reverse_kernel
 from runningtensor.ops.triton.forward import local_kernel, scan_kernel
 from runningtensor.ops.triton.hopper_launch import on_hopper
-from runningtensor.ops.triton.shape import Shape, cdiv, power
+from runningtensor.ops.triton.shape import VERSION, Shape, cdiv, power
 from runningtensor.ops.triton.step import step_kernel
 
-VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 INTERPRETED = isinstance(scan_kernel, InterpretedFunction)
 # All that have matrix products, but for hopper*.py.
 WITH_PRODUCTS = (

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from runningtensor.ops.chunk import Inputs
 from runningtensor.ops.eager import power_of_two
+
+VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
 
 
 def power(n: int, least: int = 32) -> int:
