@@ -153,3 +153,4 @@ def test_the_kernels_for_hopper_are_left_alone_with_a_triton_that_they_were_not_
         for version, taken in (((3, 6, 0), True), ((3, 9, 1), True), ((3, 10, 0), False), ((4, 0, 0), False)):
             monkeypatch.setattr(hopper_launch, "VERSION", version)
             assert hopper_launch.on_hopper(25, 25, 64, v) is taken
+            assert hopper_launch.takes(25, 25, 64, v) is taken  # what is asked where no assembler is sound

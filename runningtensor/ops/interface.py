@@ -209,7 +209,8 @@ def refuses(K: int, R: int, values: Tensor, tile: int | None) -> str | None:
     if why_not and triton_refuses(values.device, values.dtype, products=False) is None:
         from runningtensor.ops.triton.hopper_launch import takes
 
-        return None if tile is None or takes(K, R, tile, values) else why_not
+        if tile is None or takes(K, R, tile, values):
+            return None
     return why_not
 
 

@@ -14,7 +14,7 @@ NOT_TRIED = (3, 10)  # Triton's Gluon, which these kernels are written in, chang
 
 def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
     """Whether the kernels for Hopper take this."""
-    if v.device.type != "cuda" or VERSION >= NOT_TRIED or torch.cuda.get_device_capability(v.device)[0] != 9:
+    if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
         return False
     return takes(K, R, chunk, v)
 
@@ -22,7 +22,7 @@ def on_hopper(K: int, R: int, chunk: int, v: Tensor) -> bool:
 def takes(K: int, R: int, chunk: int, v: Tensor) -> bool:
     """Whether they would, on such a GPU: bfloat16 or float16, some widths of keys, V a multiple of 16."""
     known = any(k == K and r == R for k, r in hopper.SHAPES)  # not `in`: a compiler's widths cannot be hashed
-    return known and v.shape[-1] % 16 == 0 and chunk == 64 and v.dtype != torch.float32
+    return VERSION < NOT_TRIED and known and v.shape[-1] % 16 == 0 and chunk == 64 and v.dtype != torch.float32
 
 
 @dataclass(frozen=True)
